@@ -87,7 +87,7 @@ def test_the_sweep_finds_what_is_planted(found):
     assert "same device" in told["an array of the CPU"]["error"]
     assert "numpy" in told["NumPy's array"]["error"]
     assert "generator" in told["a generator of the CPU"]["error"]
-    assert "which JAX does not see here" in told["a device that JAX does not see"]["error"]
+    assert "Unknown device type" in told["a device that JAX does not see"]["error"]
     assert told["a number that is read"]["again"] == 1
     assert told["a result on the CPU"]["devices"] == ["cpu"]
     assert told["a random stream that moves"]["drew"]

@@ -18,6 +18,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import jaxprs, reachability
+from gradtools.jax._upstream import bind_again
 from gradtools.jax.rules.primitives import READS_A_VALUE, memoized
 from gradtools.jax.trees import all_known, is_inexact, zeros_of
 from gradtools.rule_contract import is_linear
@@ -85,7 +86,7 @@ def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
         """Evaluates an equation outside of the mesh in which it was traced."""
         if eqn.primitive.name in ("pvary", "pcast"):  # marks of `shard_map`
             return xs
-        out = jaxprs.bind_again(eqn, xs)
+        out = bind_again(eqn, xs)
         return out if eqn.primitive.multiple_results else [out]
 
     number = lambda literal: np.asarray(literal.val)

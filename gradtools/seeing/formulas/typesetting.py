@@ -119,8 +119,8 @@ def number(value: Any) -> Written:
     level = SUM if value < 0 or value != value else ATOM
     if not math.isfinite(value):
         return Written({"inf": "∞", "-inf": "-∞"}.get(str(value), "NaN"), level)
-    if value.is_integer() and abs(value) < 1e15:
-        return Written(str(int(value)), level)
+    if value.is_integer() or abs(value) >= 1e15:
+        return Written(f"{value:.6g}" if abs(value) >= 1e15 else str(int(value)), level)
     square = round(value * value)
     if value > 0 and math.isclose(square**0.5, value, rel_tol=1e-14):
         return Written(f"√{square}", POWER)

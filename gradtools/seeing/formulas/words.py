@@ -71,9 +71,9 @@ def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
     return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
 
 
-def _norm(x: Expr, *, ord: Any = 2, **how: Any) -> Expr | None:
+def _norm(x: Expr, *, ord: Any = 2, p: Any = 2, **how: Any) -> Expr | None:
     """Returns the Euclidean norm; None for other norms."""
-    return _reduction("norm")(x, **how) if x.rank and ord == 2 else None
+    return _reduction("norm")(x, **how) if x.rank and ord == p == 2 else None
 
 
 def _reduction(name: str) -> Callable[..., Expr]:

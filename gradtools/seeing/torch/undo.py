@@ -2,7 +2,7 @@
 
 `Undo` copies the random streams from which f may draw, the attributes of the modules that f can
 reach, and the tensors that f can reach or reads: contents, `.data`, `.grad`, `requires_grad`.
-Changes to containers and other objects are not undone, nor are writes to sparse tensors.
+Changes to containers and other objects are not undone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Undo:
         self.names: dict[int, str] = {}
         self.reachable: dict[int, Tensor] = {}
         # Each tensor with an alias of its storage, its gradient and its requires_grad.
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None, bool]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # maps a storage's id to its bytes
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # maps an id to owner and copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -86,15 +86,15 @@ class Undo:
             x = unwrapped(x)
             if id(x) in self._tensors:
                 return
-            grad = x.grad if x.is_leaf else None
-            self._tensors[id(x)] = x, x.detach(), grad, x.requires_grad
+            alias, grad = x.detach() if _has_storage(x) else None, x.grad if x.is_leaf else None
+            self._tensors[id(x)] = x, alias, grad, x.requires_grad
             for t in (x, grad) if grad is not None else (x,):
                 if not t.is_inference():
                     self._versions.append((t, upstream.version_of(t)))
-                is_plain = t.layout is torch.strided and not hasattr(t, "__tensor_flatten__")
-                if is_plain and not t.is_meta and memory_of(t) not in self._contents:
-                    contents = torch.empty(0, dtype=torch.uint8, device=t.device).set_(owner_of(t))
-                    self._contents[memory_of(t)] = contents, contents.clone()
+                owner = owner_of(t) if _has_storage(t) else t
+                if id(owner) not in self._contents and not t.is_meta:
+                    contents = _contents_of(t)
+                    self._contents[id(owner)] = contents, contents.clone()
 
     def put_back(self) -> None:
         """Restores everything from the copies."""
@@ -104,20 +104,40 @@ class Undo:
                     own.clear()
                     own.update(was)
             for x, alias, grad, requires_grad in self._tensors.values():
-                if x.layout is torch.strided and owner_of(x) is not owner_of(alias):
+                if alias is not None and owner_of(x) is not owner_of(alias):
                     x.data = alias  # f assigned another tensor's storage
                 if x.is_leaf and x.requires_grad != requires_grad:
                     x.requires_grad_(requires_grad)
                 if x.is_leaf and x.grad is not grad:
                     x.grad = grad
             for contents, copy in self._contents.values():
-                if not torch.equal(contents, copy):  # the memory may be read-only
-                    contents.copy_(copy)
+                _refill(contents, copy)
             for x, version in self._versions:
                 if upstream.version_of(x) != version:  # graphs that saved the tensor remain valid
                     upstream.set_version_counters((x,), (version,))
         for restore in self._streams:
             restore()
+
+
+def _has_storage(x: Tensor) -> bool:
+    """Returns whether x has a storage: sparse tensors and wrapper subclasses have none."""
+    return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
+
+
+def _contents_of(x: Tensor) -> Tensor:
+    """Returns all numbers of a tensor's storage as one axis; x if it has no storage."""
+    if not _has_storage(x):
+        return x
+    count = owner_of(x).nbytes() // x.element_size()
+    return x.detach().as_strided((count,), (1,), 0)
+
+
+def _refill(contents: Tensor, copy: Tensor) -> None:
+    """Writes the copy's contents back."""
+    with torch.inference_mode(contents.is_inference()), torch.no_grad():
+        is_known = contents.device.type == "cpu" and _has_storage(contents)  # no synchronization
+        if not (is_known and torch.equal(contents, copy)):
+            contents.copy_(copy)
 
 
 # --- objects that f can reach --------------------------------------------------------------------

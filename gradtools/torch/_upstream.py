@@ -1,9 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
-Other modules import these names from this module, which `tests/house/test_upstream.py` checks.
+`tests/house/test_upstream.py` checks that other modules import private names only from this module.
 `tests/torch/test_upstream.py` tests the names that no operator's test covers. All names exist in
-PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and `gradtools.bridge`
-list the names that only recorders and the bridge use.
+PyTorch 2.8 to 2.15. The modules `_upstream` of `gradtools.seeing.torch` and `gradtools.bridge` list
+the names that only recorders and the bridge use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _c: Any = torch._C
 pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
-"""`pytree` is torch.func's registry of pytree containers, including users' (pytorch#65761).
-`disable_current_modes` is a context that hides gradtools' operations from dispatch modes.
-
-Of the imported names, `temporarily_clear_interpreter_stack` runs code outside of all levels of
-torch.func; `TracingContext` and `detect_fake_mode` detect that a compiler is tracing.
+"""`pytree` is torch.func's registry of pytree nodes, in which users register classes
+(pytorch#65761). `disable_current_modes` is a context that hides gradtools' operations from dispatch
+modes. `temporarily_clear_interpreter_stack` is a context outside of all levels of torch.func.
+`TracingContext` and `detect_fake_mode` detect that a compiler is tracing.
 """
 
 # --- levels of torch.func ----------------------------------------------------------------------
@@ -45,8 +44,9 @@ torch.func; `TracingContext` and `detect_fake_mode` detect that a compiler is tr
 peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
 get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
 TransformType: Any = _functorch.TransformType
-"""These functions return the innermost level of torch.func (or None), and all levels, outermost
-first. `TransformType` is the enum of a level's kinds."""
+"""`peek_interpreter_stack` returns the innermost level of torch.func, or None;
+`get_interpreter_stack` returns all levels, outermost first. `TransformType` is the enum of
+transforms: vmap, grad, jvp and functionalize."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
@@ -54,8 +54,10 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""Whether a tensor is a functorch wrapper, and of which kind; the wrapped tensor; the wrapper's
-level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
+"""`is_wrapped` returns whether a tensor is a functorch wrapper, `is_batchedtensor` whether vmap
+created the wrapper, and `is_gradtrackingtensor` whether grad or jvp created the wrapper.
+`get_unwrapped` returns the wrapped tensor, `maybe_get_level` the wrapper's level (-2 if its
+transform has ended), and `maybe_get_bdim` the batch axis of vmap (-1 if there is none)."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
@@ -70,8 +72,9 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap of `is_grads_batched`: whether a tensor is batched; enter and exit a
-level, returning the number of levels; wrap and unwrap a tensor."""
+"""Functions of the legacy vmap, which `is_grads_batched` uses. `is_legacy_batched` returns whether
+a tensor is batched, `enter_vmap` and `leave_vmap` return the number of open levels, and
+`add_batch_axis` and `remove_batch_axis` wrap and unwrap a tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
@@ -82,8 +85,8 @@ forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward
 def enter_forward_level() -> int | None:
     """Enters a level of forward mode; returns None if a level is active in any thread.
 
-    If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own function raises and
-    leaves a level open; this copy of PyTorch's code closes the level.
+    If another thread exits `torch.func.jvp` at the same moment, PyTorch's own function raises an
+    error and leaves a level open; this copy of PyTorch's code closes the level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -98,7 +101,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits a level of forward mode; takes a third of the time of PyTorch's own function."""
+    """Exits a level of forward mode, three times as fast as PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -111,8 +114,9 @@ unpack_dual: Callable[..., Any] = torch._unpack_dual
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
 forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
-"""The first two functions return and set whether forward mode propagates tangents;
-`forward_mode_enabled` is a context manager that sets and restores this flag."""
+"""`is_forward_mode_enabled` returns whether forward mode propagates tangents,
+`set_forward_mode_enabled` sets this flag, and `forward_mode_enabled` is a context manager that sets
+and restores the flag."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Returns whether autocast is on for any device."""
@@ -120,22 +124,25 @@ is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The function that `torch.set_grad_enabled` calls. Function modes intercept this call in f."""
+"""The C function that `torch.set_grad_enabled` calls, and that function modes intercept."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
 """Functions that `torch.autograd.grad` calls. `run_engine` skips argument checks, which take a
-third of the time of a small function; `engine` also skips the context that compiled code reads."""
+third of the time of a small function's derivative; `engine` also skips the context that compiled
+code reads."""
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""The id of the running backward pass (or -1), and whether that pass will run a node."""
+"""`current_graph_task` returns the id of the running backward pass, or -1; `will_run` returns
+whether the running backward pass will execute a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
 backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
-"""`AccumulateGrad` is the class of leaf nodes, and `ModuleHook` the Function of a module's full
-backward hooks. `backward_class` returns the class of the nodes that a Function creates."""
+"""`AccumulateGrad` is the class of leaf nodes, and `ModuleHook` is the `torch.autograd.Function`
+that runs a module's full backward hooks. `backward_class` returns the class of the nodes that a
+Function creates."""
 
 
 def function_of(node: Any) -> Any:
@@ -154,14 +161,16 @@ def function_of(node: Any) -> Any:
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""The sequence number of this thread's next node, a node's own number (smaller for nodes of
-captured tensors), and the number of hooks that the process has registered."""
+"""`nodes_made` returns the sequence number of this thread's next node, `sequence_of` returns a
+node's sequence number (smaller for nodes of captured tensors), and `hooks_made` returns the number
+of hooks that the process has registered."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""These functions read, push to and pop from the stack of saved-tensor hooks. The hooks must not
-pack gradtools' short-lived graphs."""
+"""`saved_tensors_hooks_on` reads the top of the stack of saved-tensor hooks, and the other two
+functions push to and pop from the stack. A user's hooks must not pack the tensors of gradtools'
+short-lived graphs."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -169,28 +178,31 @@ EnableTorchFunction: Any = _c._EnableTorchFunction
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""`EnableTorchFunction` enables function modes, which a subclass's backward pass disables. The
-others return the active function modes, and the numbers of active function and dispatch modes."""
+"""`EnableTorchFunction` enables function modes, which a tensor subclass's backward pass disables.
+`function_modes` returns the active function modes; `count_of_function_modes` and
+`count_of_dispatch_modes` return the numbers of active modes."""
 
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""Whether torch.fx traces with proxies, which have no values; the state of `torch.jit.trace`."""
+"""`is_traced_by_make_fx` returns whether `make_fx` is tracing with proxies, which have no values;
+`tracing_state` returns the state of `torch.jit.trace`, or None."""
 
 # --- tensors -----------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""These functions read (documented) and set a tensor's version counter. After a saved tensor's
-contents are restored, its counter is reset, so that autograd considers the tensor unchanged."""
+"""`version_of` (documented) reads and `set_version_counters` sets a tensor's version counter. After
+a saved tensor's contents are restored, the tensor's counter is reset, so that autograd considers
+the tensor unchanged."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""These functions return whether x is a zero tensor without memory, as in forward mode; whether
-autograd tracks x as a view; whether two tensors share a storage; and the hooks on x's gradient, or
-None."""
+"""`is_zero` returns whether x is a zero tensor without memory, which forward mode creates;
+`is_view` whether autograd tracks x as a view; `is_alias_of` whether two tensors share a storage.
+`tensor_hooks` returns the hooks on x's gradient, or None."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
@@ -210,7 +222,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def size_hint(n: Any, fallback: int) -> int:
-    """Returns the example value of a symbolic size (`hint_int` before PyTorch 2.12)."""
+    """Returns the example value of a symbolic size (by `hint_int` before PyTorch 2.12)."""
     from torch.fx.experimental import symbolic_shapes
 
     hint = getattr(symbolic_shapes, "optimization_hint", None) or vars(symbolic_shapes)["hint_int"]
@@ -222,9 +234,10 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""`SLOTS` are the fields of a module's own parameters, buffers and children, whose values may be
-None. `NOT_SAVED` is the field of the names of non-persistent buffers. `COMPILED_CALL` is the field
-of the code that `module.compile()` makes, which a copy of the module must not run."""
+"""`SLOTS` names the attributes that contain a module's own parameters, buffers and children, each
+of which may be None. The attribute `NOT_SAVED` contains the names of non-persistent buffers. The
+attribute `COMPILED_CALL` contains the code that `module.compile()` creates, which a copy of the
+module must not run."""
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 """The base class of all batch normalization modules, including SyncBatchNorm."""
@@ -254,7 +267,7 @@ _compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", 
 
 
 def compiles_here() -> bool:
-    """Returns whether dynamo would compile a function called here, as after a graph break."""
+    """Returns whether dynamo would compile a function if the caller called it now."""
     return DYNAMO in sys.modules if _compiler_of_frames is None else bool(_compiler_of_frames())
 
 
@@ -264,8 +277,8 @@ def break_graph(reason: str) -> None:
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Returns whether `torch.export` is tracing. Reads a flag, because dynamo folds the public function
-to True."""
+"""Returns whether `torch.export` is tracing. Reads a flag, because dynamo replaces the public
+function's result by True."""
 
 
 def skip_module(name: str) -> None:
@@ -283,18 +296,22 @@ def skip_code(fun: Callable[..., Any]) -> None:
 
 
 def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Has the effect of `torch.compiler.assume_constant_result` without importing dynamo."""
+    """Applies `torch.compiler.assume_constant_result` to fun without importing dynamo."""
     fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fun
 
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# Each hack is in one module, because PyTorch has no interface for it: matching error messages,
-# since errors have no types (`known_errors`); inspecting the instruction that raised an error, to
-# distinguish a user's `raise` from PyTorch's (`code_origin`); patching classes during a call that
-# modes cannot see (`thread_patches`); an import hook, since dynamo identifies marked functions by
-# object and its import takes seconds (`compiling`); one registered operator, since compiled
-# programs contain no Python objects (`host`); reading the memory of Python's and NumPy's
-# generators, since copying their states takes longer than a small layer (`state`); removing the
-# hooks of leaves during a second evaluation, so that the hooks run once (`lazy_graphs`).
+# PyTorch has no public interface for the following. Each hack is confined to one module:
+# - `known_errors` matches error messages, since PyTorch's errors have no types.
+# - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
+#   from an error of PyTorch.
+# - `thread_patches` patches classes during a call that modes cannot intercept.
+# - `compiling` installs an import hook, since dynamo identifies marked functions by object and
+#   importing dynamo takes seconds.
+# - `host` registers one operator, since compiled programs contain no Python objects.
+# - `state` reads the memory of Python's and NumPy's random generators, since copying their states
+#   takes longer than a small layer.
+# - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs
+#   once.

@@ -110,12 +110,12 @@ spec: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("layout", "dtype", 
 
 
 def varies(x: torch.Tensor) -> frozenset[Any]:
-    """Returns no axes: only JAX tracks the mesh axes along which an array varies."""
+    """Returns an empty set: only JAX tracks the mesh axes along which an array varies."""
     return frozenset()
 
 
 def spec_in_words(spec: tuple[Any, ...]) -> str:
-    """Describes the layout (unless dense), dtype, shape and device."""
+    """Describes a tensor's layout (unless dense), dtype, shape and device in words."""
     layout, dtype, shape, device = spec
     words = "" if layout == torch.strided else f"{_short(layout)} "
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
@@ -166,7 +166,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is equal on all ranks: its sum is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks, so the sum is a multiple
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
@@ -223,7 +223,10 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """Returns the write that adds g to `p.grad`. buffers: The storages of all gradients."""
+    """Returns a function and its arguments, which add g to `p.grad`.
+
+    buffers: The keys of the storages of all gradients.
+    """
     old = p.grad
     if upstream.storage_key(g) in buffers:
         g = g.clone()

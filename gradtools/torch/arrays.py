@@ -26,13 +26,13 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
-ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
+ODD = -0x4498517A7B3558C5  # an odd word with about as many 1 bits as 0 bits
 
 
 def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
     """Converts one array to a tensor of the same dtype; returns tensors as they are.
 
-    device_of: A tensor on whose device the result is created, instead of the default device.
+    device_of: A tensor; the result is created on its device, not on the default device.
     """
     if isinstance(x, torch.Tensor):
         return x
@@ -73,7 +73,7 @@ def to_numpy(x: Any) -> np.ndarray:
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
     """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
-    return y.clone() if upstream.is_zero(y) else y  # y has no memory, which PyTorch 2.8 would read
+    return y.clone() if upstream.is_zero(y) else y  # y has no memory, but PyTorch 2.8 reads it
 
 
 def random_key(seed: Any) -> torch.Tensor:

@@ -58,7 +58,7 @@ def is_spent(x: Tensor) -> bool:
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
-    """Returns whether outs depend on a leaf that is not spent, and so may be differentiated."""
+    """Returns whether outs depend on a leaf that is not spent, see `is_spent`."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # an explicit loop is faster, and every derivative runs this function
         if y.requires_grad:

@@ -56,7 +56,7 @@ _TINY = torch.finfo(torch.float64).tiny
 class TorchBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for PyTorch.
 
-    Imports the engines and rules with this module and rarely used members lazily.
+    This module imports the engines and rules; other members are imported on first access.
     """
 
     name, package = "torch", "gradtools.torch"
@@ -168,14 +168,15 @@ class TorchBackend(FrameworkBackend):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = staticmethod(jvps)  # not a LazyMember, because dynamo traces it and cannot import
+    jvps = staticmethod(jvps)  # not a LazyMember, because dynamo cannot trace an import
 
     linearize = staticmethod(engines.linearize)
 
     abstract_eval = LazyMember("rules.checking")
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return (partial if is_compiling() else Linear)(run, native)  # dynamo supports only partials
+        # dynamo traces functools.partial, but not its subclass Linear
+        return (partial if is_compiling() else Linear)(run, native)
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

@@ -58,7 +58,7 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 class Replaced(TorchFunctionMode):
     """Context in which f's operations read other tensors in place of captured tensors.
 
-    of: The tensors that an outer context replaces already.
+    of: The pairs of tensors that an outer `Replaced` context replaces.
     """
 
     _before: Replaced | None = None
@@ -128,8 +128,8 @@ def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[An
 class Captured(Replaced):
     """Context that finds the tensors that f captures, inside of torch.func.
 
-    f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that
-    require grad or are batched are captured, and enter that level as well.
+    f's arguments, and tensors computed from the arguments, are wrapped at `level`. Other tensors
+    that require grad or are batched are captured tensors; this mode wraps them at `level` too.
 
     hidden: Whether other tensors may have tangents that torch.func's levels hide.
     """
@@ -186,8 +186,8 @@ class Captured(Replaced):
 class CapturedInEager(Replaced):
     """Context that finds the differentiated tensors that f captures, outside of torch.func.
 
-    own: The arguments of f. Tensors that f computes from them also belong to f: results of
-    operations, and tensors whose graph is newer than this context.
+    own: The arguments of f. Results of f's operations, and tensors whose graph is newer than this
+    context, are not captured either.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -270,7 +270,7 @@ def closure_converted(
 
 
 def _beneath(x: Tensor, level: int) -> Tensor | None:
-    """Returns the tensor that derivatives in f wrapped above this level, or None."""
+    """Removes x's grad wrappers above `level`; returns None if the result is not below `level`."""
     while upstream.maybe_get_level(x) > level:
         if not upstream.is_gradtrackingtensor(x):
             return None
@@ -279,7 +279,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs, with a tensor batched in each vmap in which any of ys is batched.
+    """Returns xs, with one tensor batched in each level of vmap in which any of ys is batched.
 
     torch.func does not enter a vmap for a pullback whose inputs are not batched in it, but f's
     random draws in the first pass may be batched.

@@ -91,7 +91,7 @@ def _wrapper(kind: type) -> str | None:
 
 
 def recomputes() -> bool:
-    """Returns whether chunks are recomputed: a graph is recorded, outside of torch.func's jvp."""
+    """Returns whether to recompute chunks: True if a graph is recorded outside of any jvp."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -208,7 +208,7 @@ def checkpointed(
 def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]:
     """Returns the sums over chunks of the output leaves, and the carry. Each chunk frees its graph.
 
-    weigh: As in `Backend.sum_chunks`.
+    weigh: See `Backend.sum_chunks`.
     """
     sums, carry = _Sums(weigh), chunks.carry
     for i, pieces in _counted(chunks):

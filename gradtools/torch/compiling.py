@@ -86,7 +86,7 @@ def uncompiled(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class Dynamo(Compiler):
-    """The operators' interface to dynamo."""
+    """Implements `Compiler` for dynamo."""
 
     is_tracing = staticmethod(is_compiling)
     uncompiled = staticmethod(uncompiled)
@@ -120,7 +120,7 @@ class _WhenDynamoArrives(MetaPathFinder):
             for register in _TO_REGISTER:
                 register()
 
-        loader.exec_module = exec_module  # the loader belongs to this module only
+        loader.exec_module = exec_module  # each module has its own loader
         return spec
 
 

@@ -86,8 +86,9 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
     """Evaluates fun once with dual numbers; returns `(outs, extras, pushed)`.
 
-    If forward mode's level is in use, the pullback is transposed instead. The same happens inside
-    of a checkpoint, whose backward pass would otherwise evaluate the tangents again.
+    If forward mode's level is in use, the pullback is transposed instead. Inside of a checkpoint
+    the pullback is also transposed, since the checkpoint's backward pass would otherwise evaluate
+    the tangents again.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
@@ -205,7 +206,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             outs, extras = fun(*aliases)
     finally:
         _here.depth -= 1
-    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # the arrays of the marks
+    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # marked values
         setattr(d, SPENT, spent)
         aliases.append(d)
     spent[0] = True
@@ -329,7 +330,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """Calls `torch.func.vjp`, which rejects saved-tensor hooks; removes all but a checkpoint's."""
+    """Calls `torch.func.vjp` without saved-tensor hooks; keeps the hooks of a checkpoint."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

@@ -89,7 +89,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 
 
 class _Second(Pull):
-    """The pullback of a pullback."""
+    """Node that computes the pullback of `_Pullback`, a second derivative of G."""
 
     of: _Pullback
 
@@ -128,7 +128,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """The pullback of a use, which is linear in the cotangents."""
+    """Node that computes the pullback of one use of G, which is linear in the cotangents."""
 
     of: _Use
     pulls = _Second
@@ -157,7 +157,7 @@ class _Use(Program):
 
     Attributes:
         gates: The number of arguments before G's own: 1 if a scalar represents G's constants.
-        retained: At most one pair of lists: the arguments as leaves, and outputs with a graph.
+        retained: An empty list, or one pair: the arguments as leaves, and the outputs with a graph.
         kernels: The context in which later passes run.
         changes: The version counters of the parameters; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.

@@ -1,9 +1,9 @@
 """Thread-local function modes that choose the kernels for second derivatives.
 
-The fused attention kernels have one derivative, in reverse mode. If gradtools itself pushes
-tangents or takes a second derivative, attention uses plain operations. (PyTorch's context that
-selects its math kernel sets process-wide flags: two threads that leave it in the order in which
-they entered it disable flash attention permanently.) Norms use `normalization.PROGRAMS`.
+The fused attention kernels have only a first derivative, in reverse mode. If gradtools itself
+pushes tangents or takes a second derivative, attention uses plain operations. (PyTorch's context
+`sdpa_kernel` sets process-wide flags: if two threads exit the context in the order in which they
+entered it, flash attention stays disabled.) Norms use `normalization.PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
-    patched = functional.scaled_dot_product_attention is not _FUSED  # some libraries patch it
+    patched = functional.scaled_dot_product_attention is not _FUSED  # a library patched attention
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
     out, weights = functional.multi_head_attention_forward(
@@ -87,7 +87,7 @@ _PLAIN_KERNELS = {**_ATTENTION, **NORMS}
 
 
 class OwnMode(TorchFunctionMode):
-    """A mode of gradtools that ignores gradtools' own calls of autograd's engine."""
+    """Base class of function modes that ignore gradtools' own calls of autograd's engine."""
 
 
 class PlainAttention(OwnMode):
@@ -101,7 +101,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations with forward mode, vmap and higher derivatives."""
+    """Computes attention and norms by operations that support forward mode, vmap and all orders."""
 
     programs = _PLAIN_KERNELS
 
@@ -190,7 +190,7 @@ class OneTangent(PlainAttention):
         return y
 
     def _is_inside(self, x: Tensor) -> bool:
-        """Returns whether x, which requires grad, belongs to a derivative in the function."""
+        """Returns whether a derivative inside of the function created x, which requires grad."""
         if is_dual(x) or is_wrapped(x):
             return True
         if x.grad_fn is not None:

@@ -31,8 +31,8 @@ def may_have_no_value(x: Tensor) -> bool:
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
     """Returns the levels at which any of xs is differentiated.
 
-    These are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS` for
-    forward mode outside of functorch. Functorch hides the tangents of that mode, so inside of
+    The levels are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS`
+    for forward mode outside of functorch. Functorch hides tangents of forward mode, so inside of
     functorch any of xs counts as differentiated if a forward-mode level is open.
     """
     result: set[int] = set()
@@ -99,7 +99,7 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
-        return False  # these tensors have no tangents
+        return False  # legacy batched and inference tensors
     return upstream.unpack_dual(x, level)[1] is not None
 
 
@@ -120,7 +120,7 @@ def unshared(x: Tensor) -> Tensor:
 
 
 def has_overlaps(x: Tensor) -> bool:
-    """Returns whether entries of a dense tensor share memory, as after `expand`."""
+    """Returns whether entries of a dense tensor share memory, for example after `expand`."""
     return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 

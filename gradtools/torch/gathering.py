@@ -22,7 +22,7 @@ left_to_python(__name__)
 
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
-    """Returns the rows of all processes. See `gradtools.chunking`."""
+    """Concatenates the rows of x from all processes of the group. See `gradtools.chunking`."""
     check_group("all_gather", axis_name, group)
     leaves, treedef = trees.flatten(x)
     return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])

@@ -60,7 +60,7 @@ class KernelCalls:
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
-        """Returns the result, or NotImplemented."""
+        """Calls the kernel; returns NotImplemented if the fast path does not apply to args."""
         if _is_compiling() or not args or (len(args) != self.count and self.count):
             return NotImplemented
         graphs, tracked = _graphs(), False

@@ -2,9 +2,10 @@
 
     results = g(p)        backward: evaluates g again with a graph, and pulls back
 
-The graph of a derivative costs as much as the derivative, and training steps do not need it. So
-an operator computes results without a graph, and a node of `recomputation.py` attaches them to
-leaves that f reached. The second evaluation also builds the graph for higher derivatives.
+Building the graph of a derivative takes as long as the derivative, and training steps do not need
+the graph. An operator therefore computes results without a graph, and a node of `recomputation.py`
+attaches the results to leaves that f reached. The second evaluation also builds the graph for
+higher derivatives.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class _LazyPull(Pull):
 class LazyGraph(Program):
     """The results of a derivative at modules, recomputed if they are differentiated.
 
-    Its arguments are the results that have their own graph; f does not read them.
+    The program's arguments are the results that have their own graph; f does not read these
+    arguments.
     """
 
     inlines = False  # derivatives are taken at the leaves themselves

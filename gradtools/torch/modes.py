@@ -123,7 +123,8 @@ def dual_level() -> Iterator[None]:
 def unpacked() -> Iterator[list[Any]]:
     """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
 
-    Checkpoints then do not save the graph's tensors. torch.func raises inside of hooks.
+    Checkpoints then do not save the graph's tensors. `torch.func` raises an error if saved-tensor
+    hooks are active.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:

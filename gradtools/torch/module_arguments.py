@@ -4,7 +4,7 @@
 
 f gets the user's module itself. Classes, attributes, parameter hooks, outside references to
 parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
-dictionary by parameter name. A module may be anywhere in a tree: in a list, a dictionary, a
+dictionary by parameter name. A module may be anywhere in a tree: in a list, a dictionary or a
 dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
@@ -167,7 +167,7 @@ class Opened:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Context manager that excludes calls from the graph of results."""
+        """Context manager in which calls of f are not recorded in the lazy graph of the results."""
         graph, self._graph = self._graph, None
         try:
             yield

@@ -188,7 +188,7 @@ def _call(
     if upstream.caches_weights():  # the cache's keys are ids, which copies reuse
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could get another "
-            "copy's weights. Call apply outside of it."
+            "copy's weights. Call apply outside of cached()."
         )
     own = {name: buffer.clone() for name, buffer in state.items()}
     copy, given = copied(params, own), {**params, **own}
@@ -289,7 +289,8 @@ class _Links:
         own: Maps an object's id to its replacement.
 
     Attributes:
-        copied: The fields of each object, of its copy, and of the copy at its creation.
+        copied: For each object, the attributes of the object, of its copy now, and of its copy when
+            created.
     """
 
     def __init__(self, own: dict[int, Any]) -> None:
@@ -300,7 +301,7 @@ class _Links:
         self.copied.append((original, copy, copy.copy()))
 
     def relinked(self, x: Any, depth: int = DEPTH) -> Any:
-        """Returns the value with replacements, or x itself if it does not refer to the tree."""
+        """Returns x with its references replaced, or x itself if x does not refer to the tree."""
         if type(x) in _INERT:
             return x
         known = self._own.get(id(x))

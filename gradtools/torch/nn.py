@@ -1,7 +1,8 @@
 """Gradient reversal as a layer, for ``torch.nn`` models.
 
-The forward pass is the identity; the backward pass multiplies by -scale. Layers before it ascend
-the loss that layers after it descend (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+The forward pass is the identity; the backward pass multiplies by -scale. Layers before
+`GradientReversal` ascend the loss that layers after `GradientReversal` descend (Ganin and
+Lempitsky, ICML 2015, arXiv:1409.7495).
 """
 
 from typing import Any
@@ -15,8 +16,8 @@ class GradientReversal(nn.Module):
     """Returns its input; multiplies the gradient by ``-scale``.
 
     Args:
-        scale: A real number, not a parameter or a buffer. It may be assigned between calls, as a
-            schedule.
+        scale: A real number, not a parameter or a buffer. Assign a new scale between calls to apply
+            a schedule.
 
     Example:
         >>> import torch

@@ -46,7 +46,7 @@ class _Running(threading.local):
     pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
-        # The reason of gradtools' own detach; empty for the user's detach. The attribute is always
+        # The reason for gradtools' own detach; empty for the user's detach. The attribute is always
         # set, since dynamo guards on the existence of attributes.
         self.reason = ""
 
@@ -59,7 +59,7 @@ reason_of_detach: Callable[[], str] = partial(getattr, running, "reason")
 
 
 def detached(x: Tensor, reason: str) -> Tensor:
-    """Detaches x, with a mark that the detach is not the user's."""
+    """Detaches x and marks the detach as an operation of gradtools, not of the user."""
     before, running.reason = running.reason, reason
     try:
         return x.detach()
@@ -92,7 +92,7 @@ checking = partial(_Flagged, "checked", True)
 def marked(caller: str) -> _Flagged:
     """Returns a context that marks operations as internal to `caller` unless they are marked.
 
-    An empty `caller` marks them as the user's operations.
+    An empty `caller` marks operations as the user's operations.
     """
     return _Flagged("mark", caller and (running.mark or caller))
 

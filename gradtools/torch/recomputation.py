@@ -11,7 +11,8 @@ The state consists of random streams, autocast, and the buffers of modules that 
 (`state.py`). Outputs are compared with the first pass to detect other state.
 
 Inside of torch.func no graph contains the captured tensors, so a mode finds the captured tensors in
-the first pass. The node takes them as inputs, which replace the tensors when f runs again.
+the first pass. The node takes the captured tensors as inputs, which replace the tensors when f runs
+again.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Program:
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        """Returns the pullback of cotangents at xs and its arguments; `Pull` explains wants."""
+        """Returns this program's `Pull`, and the arguments of the pullback: xs and cotangents."""
         there = [ct is not None for ct in cts]
         return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 

@@ -49,12 +49,12 @@ class BatchedRule(Rule):
 class Application:
     """One application of a rule: its maps and all other state that is not a tensor.
 
-    Autograd saves the tensors. If the maps are the same in every call, all calls share one
-    application.
+    Autograd saves the tensors that the maps read. If the maps are the same in every call, all calls
+    share one application.
 
     Attributes:
         rule: The rule.
-        linearized: Its maps at this evaluation, without arrays.
+        linearized: The rule's linear maps at this evaluation, without arrays.
         count: The number of outputs; extras follow them.
         pull: The backward pass, at any order.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
@@ -203,7 +203,7 @@ class RuleFunction(torch.autograd.Function):
 class Attached(torch.autograd.Function):
     """Attaches a node to known outputs if only autograd is active.
 
-    Its `forward` also sets up the context, which avoids PyTorch's call of `setup_context`.
+    The method `forward` also sets up the context, which avoids PyTorch's call of `setup_context`.
     """
 
     recorded_as = RULE
@@ -230,7 +230,7 @@ class Attached(torch.autograd.Function):
 
 # `Function.apply` without its check for torch.func transforms: `attach((application, outs), *xs)`.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
-# Saves the lookup of `backward` or `vjp` in each call.
+# Avoids the lookup of `backward` or `vjp` in each call.
 for _kind in (RuleFunction, Attached):
     upstream.backward_class(_kind).apply = RuleFunction.backward
 

@@ -41,7 +41,7 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     """Applies a rule in compiled code, which embeds the rule's key as a constant."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
-    # Dynamo does not reveal which inputs are differentiated, so all count as differentiated.
+    # Dynamo does not reveal which inputs are differentiated, so all inputs count as differentiated.
     if pushing_in_trace and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
@@ -106,7 +106,7 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the values, as constants.
+    """Returns the rule's outputs as constants, for `torch.export`.
 
     `torch.export` cannot keep a rule: PyTorch inlines a Function there, so its gradient silently
     becomes the gradient of its operations or, in strict mode, disappears.

@@ -1,7 +1,7 @@
 """Calls of custom rules: state that is shared by calls with tensors of the same shapes.
 
 A signature consists of the shapes, dtypes and devices of a call's tensors, and the structure and
-constants of the arguments. `Calls` makes a `Signature` object for each, which contains
+constants of the arguments. `Calls` makes a `Signature` object for each signature, which contains
 the rule, the author's functions of flat tensors, and state that later calls share.
 
 If only autograd's graph or forward mode is active, the author's code runs here, and its outputs get

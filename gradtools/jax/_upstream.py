@@ -1,11 +1,12 @@
 """The undocumented names of JAX that gradtools uses, each with its reason.
 
 Other modules import these names from this module. Names of `jax._src` are used for the classes of a
-jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing it loads all of
-Pallas, which took half of the time of `import gradtools.jax`; a test asserts that both names refer
-to the same objects. The other names are fields of records (an equation's source, a jaxpr's origin)
-for pictures, formulas and error messages, and one method's name. All names exist in JAX 0.7.2 to
-0.12 unless an entry names versions. "Gone:" states the effect of a name's removal.
+jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing
+`jax.extend.core` loads all of Pallas, which took half of the time of `import gradtools.jax`; a test
+asserts that both names refer to the same objects. The other names are attributes of equations and
+jaxprs (source line, name of the function), which drawings, formulas and error messages read, and
+the name of one method. All names exist in JAX 0.7.2 to 0.12 unless a docstring states versions.
+Sentences with "If JAX removes" state the effect of a removal.
 `tests/jax/test_upstream.py` tests the names that no operator's test covers.
 """
 
@@ -38,11 +39,12 @@ ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class since JAX 0
 
 
 DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
-"""The class of a jaxpr's tracers. Gone: the forward pass of each rule is traced twice."""
+"""The class of a jaxpr's tracers. If JAX removes this class, each rule's forward pass is traced
+twice."""
 
 
 class RulePrimitive(Primitive):
-    """A primitive with several results. JAX's caches hold weak references to its parameter `rule`.
+    """A primitive with several results; JAX's caches refer weakly to its parameter `rule`.
 
     Attributes:
         gradtools_flow: Maps an equation to the jaxpr of its data flow, or None; for `reachability`.
@@ -64,21 +66,22 @@ weakly_cached: set[type] = next(
 )
 """The parameter classes that JAX's caches of equations refer to weakly.
 
-JAX caches the output types of equations by their parameters (2048 entries). For a rule, this would
-keep alive all objects that the user's functions close over. Gone: these objects stay alive.
+JAX caches the output types of equations by their parameters (2048 entries). For a rule, strong
+references would keep alive all objects that the user's functions close over. If JAX removes the
+name, these objects stay alive.
 """
 
 enable_x64: Any = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
 )
-"""Context manager that enables or disables float64. JAX 0.7 has it only in `jax.experimental`."""
+"""Context manager that enables or disables float64; in JAX 0.7, `jax.experimental.enable_x64`."""
 
 
 def constants_of(closed: Any) -> list[Any]:
     """Returns the constants of a closed jaxpr, with NumPy arrays unwrapped.
 
-    JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with a field `val`; since 0.9
-    that class is a subclass of NumPy's class.
+    JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with an attribute `val`; since
+    JAX 0.9 the wrapper is a subclass of `np.ndarray`.
     """
     own = jax.Array | np.ndarray
     return [getattr(c, "val", c) if not isinstance(c, own) else c for c in closed.consts]
@@ -87,7 +90,8 @@ def constants_of(closed: Any) -> list[Any]:
 def stack_of(eqn: Any) -> Sequence[Any]:
     """Returns the stack frames of an equation, innermost first, up to the start of the trace.
 
-    `jax.extend.source_info_util.summarize` returns only one line. Gone: findings have no line.
+    `jax.extend.source_info_util.summarize` returns only one line. If JAX removes the traceback,
+    the findings of `why_zero` and other reports have no line.
     """
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     return traceback.frames if traceback is not None else ()
@@ -96,8 +100,8 @@ def stack_of(eqn: Any) -> Sequence[Any]:
 def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
     """Yields an equation's name stack, outermost first, and whether each is a `jax.named_scope`.
 
-    Other names are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
-    `gradient_graph` raises because it cannot distinguish the passes.
+    Names without a scope are transforms: "transpose", "jvp", "vmap". If JAX removes the name stack,
+    drawings have no modules, and `gradient_graph` raises because it cannot distinguish the passes.
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
@@ -109,23 +113,24 @@ def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
 
 
 def name_of(jaxpr: Any) -> str:
-    """Returns the name of a jaxpr's function. Gone: pictures show the primitive's name."""
+    """Returns the name of a jaxpr's function, or "", for which drawings show the primitive."""
     return str(getattr(getattr(jaxpr, "debug_info", None), "func_name", "") or "")
 
 
 def file_of(jaxpr: Any) -> str:
     """Returns the file and line of a jaxpr's function, if known.
 
-    Gone: all functions are considered users' code.
+    If JAX removes the attribute, all functions are considered users' code.
     """
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 
 
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
-    """Base class of gradtools' tracers. Gone: JAX's own text about a tracer's origin is shown.
+    """Base class of gradtools' tracers.
 
-    Before JAX 0.10 the constructor takes no `aval`: the type is a property of the class.
+    Before JAX 0.10 the constructor takes no `aval`: the type is a property of the class. If JAX
+    renames `_origin_msg`, error messages contain JAX's own text about a tracer's origin.
     """
 
     if "aval" in signature(jax.core.Tracer.__init__).parameters:
@@ -162,9 +167,11 @@ def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
 def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
-    Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
-    of inputs that have tangents. Since JAX 0.11 the rule must return another type; then, or if
-    the name is gone, JAX linearizes the jvp, which is slower in eager code.
+    carried: The mask of inputs that have tangents. Some versions of JAX pass a boolean (whether the
+        rule is for reverse mode) before the mask.
+
+    Since JAX 0.11 the rule must return another type. Since that version, or if JAX removes the
+    name, JAX linearizes the jvp instead, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     if jax.__version_info__ < (0, 11):
@@ -189,18 +196,18 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 
 # --- hacks that a maintainer of JAX would reject --------------------------------------------
 #
-# Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
-# types of their own. Benefit: errors with advice. Cost: if a text changes, JAX's own text is shown.
-#
-# `code_origin` reads the instruction that raised an error; see torch/_upstream.py.
+# Two other modules contain one hack each:
+# - `known_errors` matches the texts of JAX's errors, which have no types of their own. Benefit:
+#   errors contain advice. Cost: if JAX changes a text, the error contains no advice.
+# - `code_origin` reads the instruction that raised an error; see torch/_upstream.py.
 
 
 def called_by_jax(depth: int) -> bool:
     """Returns whether JAX made the call that is `depth` frames above the calling frame.
 
-    JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
+    JAX converts the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
     frame distinguishes a call by JAX from a call by NumPy. Benefit: f may select elements by a
-    condition. Cost: without frames (an optimised build of JAX), f is reported to branch on a value.
+    condition. Cost: in a build of JAX without frames, f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
@@ -208,9 +215,10 @@ def called_by_jax(depth: int) -> bool:
 def is_activation_rule(eqn: Any) -> bool:
     """Returns whether a comparison comes from jax.nn's derivative of an activation like relu.
 
-    At second order this comparison is the only trace of relu, whose derivative is zero rather than
-    cut; no mark distinguishes it from a comparison in the user's code. Benefit: why_zero reports
-    "its derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
+    At second order this comparison is the only equation left of relu, whose derivative is zero
+    rather than cut; no attribute distinguishes the comparison from a comparison in the user's code.
+    Benefit: `why_zero` reports that relu's derivative is zero. Cost: under jit, where JAX records
+    no stack, `why_zero` reports a cut.
     """
     frames = stack_of(eqn)
     of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines them
@@ -228,9 +236,9 @@ def with_variables(
     """Returns a function with the same code, replacing some of its closure cells and globals.
 
     flax raises if a captured module is mutated inside of another trace. Replacing the module by a
-    copy is the only workaround, since another thread may read the function's own cells.
-    Benefit: loops and rules around such functions. Cost: if its globals contain a flax module, a
-    global that the function sets is set in a copy.
+    copy is the only workaround, since another thread may read the function's own cells. Benefit:
+    loops and rules may contain functions that capture modules. Cost: if a function's globals
+    contain a flax module, `global` assignments in the function change a copy of the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

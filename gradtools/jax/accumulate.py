@@ -47,9 +47,9 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                 refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
         if (p.shape, p.dtype) != (g.shape, g.dtype):
             fix = (
-                "Convert it to the buffer's dtype, or start the buffer with None."
+                "Convert the gradient to the buffer's dtype, or start the buffer with None."
                 if p.shape == g.shape
-                else "Reduce it over the batch first, or give it under another name."
+                else "Reduce the gradient over the batch, or check which parameter it belongs to."
             )
             refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as the buffer", fix)
         new.append(p + g if add else copied(g))

@@ -1,7 +1,7 @@
 """Arrays, keys and the array-API namespace of the JAX backend.
 
 Arrays keep NumPy's dtype, or the conversion raises: without x64, JAX would silently narrow float64
-to float32 and seeds to their low 32 bits. Keys are JAX keys.
+to float32 and seeds to their low 32 bits. Random keys are JAX's typed PRNG keys.
 
 ``gradtools.arrays`` documents the public names.
 """
@@ -31,7 +31,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     if type(x) in (float, complex):
-        return jnp.asarray(x)  # weakly typed: it takes the other operand's dtype
+        return jnp.asarray(x)  # weakly typed: an operation uses the other operand's dtype
     array = as_numpy(x)
     dtype = array.dtype.newbyteorder("=")
     if is_plain(x):  # JAX's dtype for a Python number of this kind
@@ -54,8 +54,8 @@ def to_numpy(x: Any) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
         raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
-            "jit, vmap, grad and other transforms. Return it from the transformed function, as an "
-            "auxiliary output if necessary, and convert it outside, or wrap the NumPy code in "
+            "jit, vmap, grad and other transforms. Return the array from the transformed function, "
+            "as an auxiliary output if necessary, and convert it outside, or wrap the NumPy code in "
             "host_function."
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class JaxBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for JAX.
 
-    Imports the engines and rules with this module and rarely used members lazily.
+    This module imports the engines and rules; other members are imported on first access.
     """
 
     name, package = "jax", "gradtools.jax"

@@ -1,7 +1,8 @@
 """Implements `gradtools.testing.checked` in JAX: evaluates f's jaxpr with stopped values fixed.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
-later runs. Edits are identities. A name scope marks gradtools' own stops.
+later runs. Edits are identities. A name scope marks the `stop_gradient` equations of gradtools
+itself.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class HeldProgram(CheckedProgram):
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values, so its stops are not recorded
+            except jax.errors.JAXTypeError:  # f reads values, so stopped values are not recorded
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values
@@ -119,7 +120,7 @@ class HeldProgram(CheckedProgram):
         return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
-        """Records the precision and the stops of an operation that is not inlined."""
+        """Records the precision and the stopped gradients of an operation that is not inlined."""
         if self.recorded is None:
             self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
@@ -128,7 +129,7 @@ class HeldProgram(CheckedProgram):
 
 
 def _is_own(e: Any) -> bool:
-    """Returns whether gradtools itself stops the gradient here."""
+    """Returns whether an equation belongs to gradtools itself, by the equation's name stack."""
     scopes = str(e.source_info.name_stack)
     return scopes.rfind(_OWN) > scopes.rfind(_USER)
 

@@ -280,7 +280,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         name = f"carry for {chunks.carry_names[k]}" if users else "state of a flax.nnx module"
         raise GradtoolsError(
             f"{chunks.caller}: f's new {name} is {new.dtype} of shape "
-            f"{new.shape}; expected {old.dtype} of shape {old.shape}, like the old one. A carry "
+            f"{new.shape}; expected {old.dtype} of shape {old.shape}, as before the chunk. A carry "
             "must have the same shape and dtype in all chunks."
         )
     return _constant(shardings.like(new, old))

@@ -35,7 +35,7 @@ _PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but n
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
-    """Calls `program(*args)`, compiled once; uncompiled if it reads values of arrays."""
+    """Calls `program(*args)`, compiled once; does not compile a program that reads array values."""
     try:
         made, consts = traced(program, *args)
     except READS_A_VALUE:
@@ -55,7 +55,7 @@ def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
 
 @dataclass(frozen=True)
 class _Program:
-    """A jaxpr as a function of constants and inputs; equal to programs that compute the same."""
+    """A jaxpr as a function of constants and inputs; programs with equal equations are equal."""
 
     key: Hashable
     jaxpr: Jaxpr = field(compare=False)
@@ -72,7 +72,7 @@ def _derived(program: _Program, derive: Callable[..., Any]) -> Any:
 def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
     """Returns a hashable form of a jaxpr, up to the names of its variables.
 
-    of_rule: Whether it is the pullback of a rule, which must not contain another rule.
+    of_rule: Whether the jaxpr is the pullback of a rule, which must not contain another rule.
     """
     names: dict[Any, int] = {}
 
@@ -109,7 +109,7 @@ def _value(x: Any) -> Hashable:
     if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex):
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             raise TypeError("an array")
-        array = np.asarray(x)  # its bits distinguish 0.0 from -0.0
+        array = np.asarray(x)  # the bytes distinguish 0.0 from -0.0
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):
@@ -120,7 +120,7 @@ def _value(x: Any) -> Hashable:
 
 
 def _is_of_jax(eqn: Eqn) -> bool:
-    """Returns whether JAX defines the function of a custom rule, or it is marked as a chunk."""
+    """Returns whether the function of a custom rule is defined by JAX or marked as a chunk."""
     function = jaxprs.programs_of(eqn)[0].jaxpr
     return jaxprs.is_chunk(function) or is_in(("jax",), file_of(function))
 

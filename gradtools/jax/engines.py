@@ -70,7 +70,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
 
 
 def _mark_passed(leaves: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Reads traced leaves that are outputs themselves, so that the scope has an equation."""
+    """Adds an equation to the name scope for each traced leaf that is also an output."""
     passed = {id(y) for y in outs if isinstance(y, jax.core.Tracer)}
     _ = [-x for x in leaves if id(x) in passed]
 

@@ -80,8 +80,8 @@ class _TracedOnce:
         self.fun = fun
         self.program, self.consts = traced(fun, *xs)
         self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
-        # The arrays that the program closes over, if none is a tracer. They are its last inputs, so
-        # that compiled code stores them once for all derivatives.
+        # The arrays that the program closes over, if none is a tracer. The program's last inputs
+        # are these arrays, so compiled code stores them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
@@ -150,7 +150,7 @@ class _Use:
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Returns whether G may contain such a primitive; True if G cannot be traced."""
+        """Returns whether G contains a primitive of these names; True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return holds(self.fun.program.jaxpr, *names)
         try:
@@ -183,7 +183,7 @@ def _pullback(
 
     Args:
         use: The frozen function.
-        inputs: The number of its arguments.
+        inputs: The number of the frozen function's arguments.
         treedef: The structure of JAX's pullback, whose leaves are the residuals.
         likes: The avals of the outputs.
         mask: The outputs whose cotangents are given.

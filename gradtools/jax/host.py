@@ -1,11 +1,11 @@
 """Host kernels in JAX: one primitive, which a compiled program lowers to a callback.
 
 On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
-the primitive is bound again with an additional leading batch axis. The primitive has no
-derivative: `host_functions` wraps it in a rule.
+the primitive is bound again with an additional leading batch axis. The primitive has no derivative;
+the module `host_functions` wraps the primitive in a rule.
 
-A result with the shape of an argument is sharded like that argument, and its batch axes like the
-batch; any other result is replicated on the arguments' devices.
+A result with the shape of an argument is sharded like that argument. Batch axes are sharded like
+the batch. All other results are replicated on the arguments' devices.
 
 A callback must not call JAX: the program and the callback would wait for each other
 (a deadlock, observed on the CPU). Kernels therefore run with JAX's execution disallowed.
@@ -36,7 +36,7 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it must return dtype {spec.dtype}, which JAX supports only with x64. Enable "
-                f"it: {X64}; or pass out=ArraySpec(shape, dtype) with 32 bits."
+                f"x64: {X64}; or pass out=ArraySpec(shape, dtype) with 32 bits."
             )
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
@@ -59,7 +59,7 @@ def _run(
                 raise
             raise call.error(
                 "it calls JAX, which is not allowed: in a compiled program the call would never "
-                "return. Compute it with NumPy, or outside the kernel."
+                "return. Use NumPy in the kernel, or call JAX outside of the kernel."
             ) from error
     if not expected.widened:
         return result
@@ -76,9 +76,9 @@ def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[
         names = [", ".join(sorted(map(str, devices))) for devices in (sets[0], other)]
         raise call.error(
             f"its arguments are committed to different devices, {names[0]} and {names[1]}. Move "
-            "them together with jax.device_put."
+            "all arguments to one device with jax.device_put."
         )
-    bridged = call.kernel.inside is not None  # called directly, so no program waits for it
+    bridged = call.kernel.inside is not None  # no program waits for a direct call
     result = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
     if not committed:
         return [jnp.asarray(y) for y in result]

@@ -1,6 +1,6 @@
 """Utilities for jaxprs: inner jaxprs of an equation, variables it writes, dead-code elimination.
 
-This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
+Only this module lists the primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` reads the data flow.
 """
 
@@ -99,7 +99,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored jaxprs keep ids unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored to keep ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:
@@ -152,7 +152,7 @@ DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def named_after(f: Any, program: F) -> F:
-    """Makes JAX's errors about traced values name f's location in traces of the program."""
+    """Makes JAX's errors about traced values report f's location when the program is traced."""
     program.__signature__ = _ARGS  # type: ignore[attr-defined]
     program.__wrapped__ = f  # type: ignore[attr-defined]
     return program
@@ -237,11 +237,11 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InnerJaxpr:
-    """A jaxpr inside an equation, and the mapping of its variables to the equation's.
+    """A jaxpr inside an equation, and the mapping of its variables to variables of the equation.
 
-    Input i of the jaxpr is the equation's input ``inputs[i]``. Its output k is the equation's
-    output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i) means that
-    the equation's output k is fed back as input i.
+    Input i of the jaxpr is the equation's input ``inputs[i]``. Output k of the jaxpr is the
+    equation's output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i)
+    means that the equation's output k is fed back as input i.
     """
 
     jaxpr: Jaxpr
@@ -251,7 +251,7 @@ class InnerJaxpr:
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """Returns the inner jaxprs of an equation; none if the equation is opaque.
+    """Returns the inner jaxprs of an equation; an empty list if the equation is opaque.
 
     The body of a gradtools primitive is the jaxpr that its `gradtools_flow` returns.
     """

@@ -44,12 +44,12 @@ CALLS_JAX = "no_execution config option"  # raised by `jax.no_execution`
 NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
 
 _HOST = (
-    "f calls a function outside of JAX, for which JAX has no derivative. Make it a "
-    "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
+    "f calls a function outside of JAX, for which JAX has no derivative. Make the function "
+    "a gt.host_function with a rule, or wrap the call in gt.custom_rule and define a rule."
 )
 _FORWARD_ONLY = (
-    "f contains an operation with a forward rule only, such as a Pallas kernel. Wrap it in "
-    "gt.custom_rule and give it a reverse rule, or use forward mode: gt.jvp."
+    "f contains an operation with a forward rule only, such as a Pallas kernel. Wrap the "
+    "operation in gt.custom_rule and define a reverse rule, or use forward mode: gt.jvp."
 )
 _ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
@@ -65,8 +65,8 @@ _ADVICE = {
         f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),
     "Differentiation rule for": (
-        "f contains a primitive without a derivative in JAX. Wrap it in gt.custom_rule and give it "
-        "a rule."
+        "f contains a primitive without a derivative in JAX. Wrap the primitive in gt.custom_rule "
+        "and define a rule."
     ),
     "Transpose rule (for reverse-mode differentiation) for": _FORWARD_ONLY,
 }

@@ -264,6 +264,6 @@ class Opened:
 
     @property
     def opens_once(self) -> bool:
-        """Whether to open modules once for all chunks, because a parameter occurs several times."""
+        """Returns whether to open modules once for all chunks, since a parameter occurs twice."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

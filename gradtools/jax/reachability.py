@@ -1,9 +1,9 @@
 """Determines which inputs of a jaxpr reach which outputs.
 
 An input reaches an output if data flows from the input to the output without crossing a cut: a
-stopped gradient, a float that becomes an integer or a bool, a host callback. A derivative that is
-zero (round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so this
-module analyses the data flow of the jaxpr (a forward may-analysis)::
+stopped gradient, a conversion of floats to integers or booleans, or a host callback. A derivative
+that is zero (round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so
+this module analyses the data flow of the jaxpr (a forward may-analysis)::
 
     bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 
@@ -115,7 +115,7 @@ class Flow:
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # the stored jaxprs keep ids unique
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored to keep ids unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """Returns each output's mask of the inputs that flow to it."""
@@ -146,7 +146,7 @@ class Flow:
                 yield from self.visited(body.jaxpr, entering)
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """Returns the bits of an equation's targets, given the bits of its operands."""
+        """Returns the bits of the variables that an equation writes, given its operands' bits."""
         inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]
@@ -163,7 +163,7 @@ class Flow:
         return [total if i else total & ~reduce(or_, floats, 0) for i in written]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
-        """Returns, for each output of an equation with inner jaxprs, the mask of its inputs."""
+        """Returns, for each output of an equation with inner jaxprs, the inputs that flow to it."""
         if eqn.primitive.name in RULED and not self.raw:  # the rule overrides cuts in its function
             masks = self.uncut._edges(eqn, bodies)
             return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]

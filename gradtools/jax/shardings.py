@@ -1,10 +1,10 @@
 """Sharding-in-types: arrays over a mesh of Explicit axes, whose types contain their sharding.
 
-Each operation must then determine the sharding of its result: the axis of a scan is replicated, a
-slice of a sharded axis must be divisible by its devices, a carry keeps its sharding. A batch axis
-is therefore resharded before it is cut into chunks and after chunks are joined. A chunk is sharded
-like the batch if its size is divisible, otherwise replicated. Over Auto and manual axes, or without
-a mesh, types contain no sharding, and these functions do nothing.
+Each operation must determine the sharding of its result: the axis of a scan is replicated, a slice
+of a sharded axis must be divisible by the number of devices, and a carry keeps its sharding. A
+batch axis is therefore resharded before it is cut into chunks and after chunks are joined. A chunk
+is sharded like the batch if its size is divisible, otherwise replicated. Over Auto and manual axes,
+or without a mesh, types contain no sharding, and these functions do nothing.
 """
 
 from __future__ import annotations

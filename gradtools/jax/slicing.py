@@ -74,11 +74,11 @@ class Split:
 @jax.custom_jvp
 @marked_as_chunk
 def _routed(piece: Array, slot: Array) -> Array:
-    """Returns the piece with the derivative of the slot.
+    """Returns the piece; routes the piece's cotangent to the slot.
 
-    A scan adds a whole-array cotangent in each step for an array that its body slices. For its xs,
-    a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in the xs.
-    The slot's value is unused, so XLA removes the slot and the copy of the batch in the xs.
+    A scan adds a whole-array cotangent in each step for an array that its body slices. For an array
+    in its xs, a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in
+    the xs. The slot's value is unused, so XLA removes the slot and the copy of the batch in the xs.
     """
     return piece
 

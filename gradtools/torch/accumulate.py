@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs the entries of a module or flat dict; None unless all are valid and distinct."""
+    """Pairs parameters and gradients by name; returns None unless all are valid and distinct."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -64,8 +64,8 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
     """Pairs each parameter with its gradient; raises if an entry is invalid or repeated."""
     if target is None:
         raise GradtoolsError(
-            f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
-            "them as a pytree of leaf tensors or a torch.nn.Module."
+            f"{caller}: target is None; expected the parameters whose .grad is to be written. Pass "
+            "the parameters as a pytree of leaf tensors or as a torch.nn.Module."
         )
     named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
     by_id: dict[int, tuple[str, Any, Any]] = {}
@@ -284,7 +284,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         refuse(caller, came, "a leaf tensor", f"{fix} Intermediate results have no .grad.")
     if not (p.is_floating_point() or p.is_complex()):
         came = f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}"
-        fix = "Leave it out of grads, or put None there."
+        fix = "Leave the entry out of grads, or set it to None."
         refuse(caller, came, "a floating or complex tensor", fix)
     if not p.requires_grad:
         fix = "Call requires_grad_() on the module's own parameter (make_functional returns "
@@ -294,11 +294,11 @@ def _check(caller: str, entry: TargetLeaf) -> None:
     dtype = _expected_dtype(p, g)
     if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
         return
-    fix = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
+    fix = f"Convert the gradient with .to({dtype}), or set the parameter's grad_dtype."
     if g.device != p.device:
-        fix = f"Move it with .to({str(p.device)!r})."
+        fix = f"Move the gradient with .to({str(p.device)!r})."
     if g.shape != p.shape:
-        fix = "Reduce it over the batch first, or give it under another name."
+        fix = "Reduce the gradient over the batch first, or check which parameter it belongs to."
     expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
     refuse(caller, f"grads{path} is {spec_in_words(spec(g))}", expected, fix)
 

@@ -6,9 +6,9 @@ the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
     a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i).
 
 The arithmetic is elementwise on integers, so it runs under ``torch.func.vmap`` on any device.
-Each of the two maps is a bijection of 64 bits, so siblings never collide.
-The reference for m is Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators" (OOPSLA 2014), in Vigna's variant.
+Both formulas are bijections of 64-bit words, so all children of a key are distinct. The reference
+for m is Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), in
+Vigna's variant.
 
 ``gradtools.arrays`` documents the public names.
 """
@@ -64,7 +64,7 @@ def to_numpy(x: Any) -> np.ndarray:
         raise RuntimeRefusal(
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
             "could read: it is inside a torch.func transform or torch.compile, on the meta device, "
-            "or sparse. Return it from the transformed function, as an auxiliary output if "
+            "or sparse. Return the tensor from the transformed function, as an auxiliary output if "
             "necessary, and convert it outside, or wrap the NumPy code in host_function; a sparse "
             "tensor needs .to_dense()."
         ) from error
@@ -145,8 +145,8 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
     dtype = getattr(torch, array.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
         raise GradtoolsError(
-            f"asarray: PyTorch has no dtype {array.dtype.name} (shape {array.shape}). Convert it "
-            "first, for example x.astype(np.float64)."
+            f"asarray: PyTorch has no dtype {array.dtype.name} (shape {array.shape}). Convert "
+            "the array first, for example x.astype(np.float64)."
         )
     return torch.from_numpy(array.view(f"u{dtype.itemsize}")).view(dtype)
 

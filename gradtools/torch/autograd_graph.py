@@ -51,8 +51,8 @@ _UNSPENT = [False]
 def is_spent(x: Tensor) -> bool:
     """Returns whether x is the alias of an argument in a finished derivative.
 
-    The alias is then a constant, which is no longer differentiated. Its attribute `SPENT` is a list
-    with one flag, which all aliases of a derivative share.
+    An alias of a finished derivative is a constant, which is no longer differentiated. Its
+    attribute `SPENT` is a list with one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 

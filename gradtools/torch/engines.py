@@ -8,7 +8,7 @@
 PyTorch differentiates f's own operations; `gradtools.testing.checked` checks the result.
 
 Results are attached to autograd's graph if and only if grad mode is on at entry and they depend on
-a tensor that requires grad. Otherwise they are detached, and the graph is freed.
+a tensor that requires grad. Otherwise the results are detached, and the graph is freed.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Whether the part along z is needed is known only while autograd's engine runs. Third derivatives,
-and all derivatives inside of torch.func, use double backward of G, recomputed as in
+Whether the second derivative along z is needed is known only while autograd's engine runs. Third
+derivatives, and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. G's parameters are constants: their node raises if it is differentiated.
 """
 
@@ -230,7 +230,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """Returns a copy that is recomputed with the given kernels."""
+        """Returns a copy of this use that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- derivatives of a use

@@ -37,7 +37,7 @@ def batchings() -> int:
 
 
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """Leaves the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
+    """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
     loses that graph when the level ends. Results of `torch.vmap` have graphs.

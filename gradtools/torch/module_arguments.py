@@ -2,10 +2,11 @@
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f gets the user's module itself. Classes, attributes, parameter hooks, outside references to
+f receives the user's module itself. Classes, attributes, parameter hooks, outside references to
 parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
-dictionary by parameter name. A module may be anywhere in a tree: in a list, a dictionary or a
-dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
+dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
+list, a dictionary or a dataclass. The graph of a result is built in its backward pass
+(`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
 f then gets a structural copy of the module, as in `make_functional`. Code that still reads the
@@ -115,7 +116,7 @@ class Opened:
     Attributes:
         f: The user's function.
         args: The arguments, with each differentiated module replaced by its parameters.
-        own: The ids of these parameters, which the engine differentiates without aliases.
+        own: The ids of the modules' parameters, which the engine differentiates without aliases.
         opened_modules: The modules.
     """
 

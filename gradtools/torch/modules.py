@@ -3,11 +3,11 @@
 ``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
 between threads. This module swaps nothing: each call builds a structural copy (`Copy`), whose
 submodules have their own dictionaries with the given parameters and clones of the given buffers.
-Everything else is shared, including hooks. References of the tree to itself (tied tensors, shared
-submodules, bound methods, lists of weights, plain objects that contain a submodule) are replaced by
-references to the copy. If closures and other objects still read the module's own tensors,
-operations of the call read the given tensors instead. ``make_functional`` makes such a copy once,
-and each call copies that copy.
+All other attributes of the module are shared, including hooks. References of the tree to itself
+(tied tensors, shared submodules, bound methods, lists of weights, plain objects that contain a
+submodule) are replaced by references to the copy. If closures and other objects still read the
+module's own tensors, operations of the call read the given tensors instead. ``make_functional``
+makes such a copy once, and each call copies that copy.
 
 ``torch.compile`` cannot trace the construction of copies; it traces ``functional_call`` on another
 private copy instead. ``gradtools.models`` documents the public name.

@@ -8,7 +8,8 @@ any order need the memory of one chunk. Each chunk is one node of autograd's gra
 adds the chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
-(`state.py`). Outputs are compared with the first pass to detect other state.
+(`state.py`). Outputs are compared with the outputs of the first pass, to detect changes of other
+state.
 
 Inside of torch.func no graph contains the captured tensors, so a mode finds the captured tensors in
 the first pass. The node takes the captured tensors as inputs, which replace the tensors when f runs
@@ -88,7 +89,7 @@ class Program:
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
         first: The outputs of the first run and their versions, for comparison.
-        call: f on a batch if vmap maps it, or None.
+        call: f on a batch if vmap maps the program, or None.
         captured: Tensors that the first arguments replace.
         inline: The number of captured tensors that were sources.
         inlines: Whether sources can be replaced in a rerun.
@@ -358,8 +359,8 @@ class Pull(Program):
                 raise GradtoolsError(
                     f"{self.caller}: f depends on other tensors when it is computed again in the "
                     "backward pass: a parameter was replaced (by a cached parametrization, an "
-                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass it "
-                    "as an argument."
+                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass "
+                    "the tensor as an argument."
                 )
         return [*zip(ends, grads, strict=True)]
 

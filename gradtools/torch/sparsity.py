@@ -18,7 +18,7 @@ def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Ten
     if levels_of_vmap(values):
         raise GradtoolsError(
             "jacobian, hessian: vmap does not support sparse results, because PyTorch has no "
-            "batched sparse tensors. Call it for each example in a loop, or leave sparsity= out."
+            "batched sparse tensors. Loop over the examples, or leave sparsity= out."
         )
     at = torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(values.device)
     return torch.sparse_coo_tensor(

@@ -207,7 +207,7 @@ class Held:
             if len(own) == len(first) and all(map(is_, own.values(), first.values())):
                 continue
             kinds = {*map(type, own.values()), *map(type, first.values())}
-            if own.keys() == first.keys() and kinds <= {*PLAIN, type(None)}:  # not shards of FSDP2
+            if own.keys() == first.keys() and kinds <= {*PLAIN, type(None)}:  # no FSDP2 shards
                 changed.append((own, dict(own)))
                 own.update(first)
         return changed

@@ -1,8 +1,9 @@
 """Checks whether a map may be transposed to complete the mode that a rule lacks.
 
 JAX transposes a linear map exactly, or raises, except that it silently loses a constant part (L(0)
-is not zero), and a path through a stopped gradient, an integer or a comparison. This module checks
-for both losses, once per signature, if a mode is completed. `testing.check_rule` checks the rest.
+is not zero), and a path through a stopped gradient, an integer or a comparison. If gradtools
+derives a missing mode, this module checks for both losses, once per signature. `testing.check_rule`
+checks all other requirements of a rule.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def loss_of(
                     return (
                         f"transposing {who} loses {which} {lost.index(True)}, which passes through "
                         "an operation without a derivative (a stopped gradient, an integer, a "
-                        "comparison). Make it linear, or give the rule of the other mode.",
+                        "comparison). Make the map linear, or give the other mode's rule.",
                     )
             ys = _at_zero(closed, likes)
         for i, y in enumerate(ys):
@@ -84,7 +85,7 @@ def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
 
     def step(_: int, eqn: Any, xs: list[Any]) -> Sequence[Any]:
         """Evaluates an equation outside of the mesh in which it was traced."""
-        if eqn.primitive.name in ("pvary", "pcast"):  # marks of `shard_map`
+        if eqn.primitive.name in ("pvary", "pcast"):  # identities inserted by `shard_map`
             return xs
         out = bind_again(eqn, xs)
         return out if eqn.primitive.multiple_results else [out]

@@ -7,12 +7,12 @@ of gradtools have both:
     value      y = f(x), known     an output of a forward pass that also returns extras
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
-A rule is *linearized* when it is first differentiated: this determines the residuals of its maps,
-and makes a missing map by transposing the other map. The forward pass then also returns residuals
-that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
-computed it; an output is differentiated by the rule, at every order. The jvp of the maps with
-respect to their residuals is the jvp of the Python code. Unlike the rule of a `custom_jvp`, the
-rule of a primitive survives scan, cond, remat and jit.
+A rule is *linearized* when it is first differentiated. Linearization determines the residuals of
+the rule's maps, and derives a missing map by transposing the other map. The forward pass then also
+returns residuals that are neither inputs nor outputs (*extras*). An extra is differentiated through
+the code that computed it; an output is differentiated by the rule, at every order. The jvp of the
+maps with respect to their residuals is the jvp of the Python code. Unlike the rule of a
+`custom_jvp`, the rule of a primitive survives scan, cond, remat and jit.
 
 `primitives` defines the evaluation and batching of each primitive, `linearizing` defines the
 linearization of a rule, and this module defines derivatives and transposes of the primitives.
@@ -122,7 +122,7 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
-    """Returns the outputs, which of them have tangents, the residuals, and the tangent map.
+    """Returns the outputs, the mask of outputs with tangents, the residuals, and the tangent map.
 
     carried: Whether each input has a tangent.
     """

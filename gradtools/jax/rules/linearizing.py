@@ -1,7 +1,7 @@
 """Linearizes a rule: makes jvp and vjp maps that take all values that they read as inputs.
 
 Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
-convention; only `_native` converts between them.
+convention, to which only the function `_native` converts.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def forward_pass(
 
 
 def _is_transformed(x: Any) -> bool:
-    """Returns whether x is differentiated or mapped: a tracer other than a jaxpr's.
+    """Returns whether x is differentiated or mapped: a tracer that does not record a jaxpr.
 
-    If so, fwd is traced first, which reveals whether the rule has extras: only extras are
+    For such inputs fwd is traced first, which reveals whether the rule has extras: only extras are
     differentiated through the code of fwd.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
@@ -113,8 +113,8 @@ def _is_transformed(x: Any) -> bool:
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """Returns the rule with both maps and explicit residuals.
 
-    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
-    only.
+    The maps of the result follow JAX's convention: conjugated, with cotangents and tangents of
+    floating outputs only.
 
     perturbed: Whether each input is differentiated, for a rule with `symbolic_zeros`; the maps are
         then valid for the differentiated inputs only.
@@ -245,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
             return None
         like_ys = without_none(likes_of(ys))
         back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # such as exhausted memory
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # memory exhausted
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise an error
@@ -276,7 +276,7 @@ def _dense(value: Any, like: Any) -> Any:
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------
 #
-# A rule may run after its trace has ended, when tracers in its closure would have leaked.
+# A rule may run after its trace has ended; tracers in the rule's closure would have leaked.
 
 
 def captured_tracers(rule: Rule) -> list[Any]:

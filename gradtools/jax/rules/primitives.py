@@ -1,8 +1,8 @@
 """The primal, value and tangent primitives of a rule: evaluation and vmap.
 
 The operands of the tangent primitive are the residuals, then the tangents that are not symbolic
-zeros. Its parameters are `given`, the mask of these tangents, and `ys`, the avals of the floating
-outputs. `installing.py` defines the derivatives of the primitives.
+zeros. The parameters of the tangent primitive are `given`, the mask of these tangents, and `ys`,
+the avals of the floating outputs. `installing.py` defines the derivatives of the primitives.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _define(
 ) -> RulePrimitive:
     """Defines a primitive that evaluates `run`.
 
-    outs: The avals of its results; if None, they are traced.
+    outs: The avals of the primitive's results; if None, tracing `run` determines the avals.
     flow: Like `run`, with the rule's data flow; if None, all inputs flow to all outputs.
     """
 

@@ -66,7 +66,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     else:
         flow = reachability.reached_matrix(jax.make_jaxpr(pulled)(zeros, list(values)), raw=True)
         if any(any(row[: len(zeros)]) for row in flow):
-            raise ValueError("its derivative depends on the point")
+            raise ValueError("the derivative of the map depends on the point")
     return list(pulled(zeros, list(values)))
 
 

@@ -207,7 +207,7 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
         mask[:] = [y is not None and is_inexact(y) for y in ys]
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
-    with unpacked():  # torch.func raises inside of saved-tensor hooks
+    with unpacked():  # torch.func rejects saved-tensor hooks
         outs, pull = torch.func.vjp(dense, *xs)[:2]
     ys = spread(outs[: sum(mask)], mask)
 
@@ -233,12 +233,12 @@ def transposed(
 ) -> list[Any]:
     """Applies the transpose of `vs -> linear(at, vs)`, for vectors with these avals, to `values`.
 
-    In eager code autograd is used, which takes a third of the time of torch.func; torch.func works
-    under any transform. With gradients on, the result is differentiable in `at` and `values`. None
+    Eager code uses autograd, which takes a third of the time of torch.func; under a transform,
+    torch.func is used. With gradients on, the result is differentiable in `at` and `values`. None
     means zero, or a vector of integers, whose aval is None.
 
-    known: A list that caches the vectors of ones at which the map is traced, for later calls. It is
-        given only if no tensor in `at` has a tangent.
+    known: A list that caches the vectors of ones at which the map is traced, for later calls. The
+        list is passed only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
     if not any(mask):
@@ -290,7 +290,7 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode is derived by transposing one of its maps, but "
             "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
-            "Compute it with gradients on, or give the missing map as well."
+            "Compute the map with gradients on, or give the missing map as well."
         )
 
 
@@ -326,8 +326,8 @@ def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Returns whether xs depend on vectors to which the rule's own tangent map is applied.
 
-    That map may have applied another rule, which applies this rule. A rule with a cotangent map
-    needs no transposition.
+    The tangent map may have applied another rule, which applies this rule. A rule with a cotangent
+    map needs no transposition.
     """
     maps = ongoing.maps
     origins = [origin for origin, _ in maps]

@@ -55,8 +55,8 @@ def to_numpy(x: Any) -> np.ndarray:
         raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
             "jit, vmap, grad and other transforms. Return the array from the transformed function, "
-            "as an auxiliary output if necessary, and convert it outside, or wrap the NumPy code in "
-            "host_function."
+            "as an auxiliary output if necessary, and convert it outside, or wrap the NumPy code "
+            "in host_function."
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.array(jax.random.key_data(x))

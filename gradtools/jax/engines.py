@@ -1,9 +1,9 @@
-"""Computes vjp, jvp and linearize in JAX, and which arguments reach the output.
+"""Computes vjp, jvp and linearize in JAX, and determines which arguments reach the output.
 
 JAX computes the derivatives; this module conjugates JAX's pullback.
-`reachability` reads from a jaxpr of f which arguments reach the output. Under a trace, f is traced
-to that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and
-traced again if the gradient of a whole argument is zero.
+The module `reachability` determines from f's jaxpr which arguments reach the output. Under a trace,
+f is traced to a jaxpr, and the jaxpr is differentiated. At concrete arrays f itself is
+differentiated; f is traced again if the gradient of a whole argument is zero.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 
 def stage(fun: Fun, leaves: list[Array]) -> Staged:
-    """Traces the function to a jaxpr, and reads properties from it."""
+    """Traces the function to a jaxpr, and reads properties from the jaxpr."""
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)

@@ -33,7 +33,7 @@ Entries = Sequence[Any]
 
 
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
-    """Evaluates one use of a frozen function and returns its outputs."""
+    """Evaluates a frozen function once and returns the outputs."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]
@@ -99,7 +99,7 @@ def _is_plain(x: Any) -> bool:
 
 
 class _Use:
-    """One use of a frozen function of flat arrays; the first `count` arrays are inexact."""
+    """One evaluation of a frozen function of flat arrays; the first `count` arrays are inexact."""
 
     def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)

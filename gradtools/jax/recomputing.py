@@ -24,7 +24,7 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
 
 
 rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == "pure_callback")
-"""`jax.checkpoint` that saves the results of host callbacks; everything else is recomputed."""
+"""`jax.checkpoint` that saves the results of host callbacks and recomputes all other values."""
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,8 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls f(*args, **kwargs), recomputed in the backward pass; copies captured NumPy arrays.
 
-    Arrays are inputs. All other values are constants of the program, so f may branch on them.
+    Array arguments are inputs of the program. All other values are constants of the program, so f
+    may branch on these values.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]

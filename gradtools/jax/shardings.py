@@ -4,7 +4,7 @@ Each operation must determine the sharding of its result: the axis of a scan is 
 of a sharded axis must be divisible by the number of devices, and a carry keeps its sharding. A
 batch axis is therefore resharded before it is cut into chunks and after chunks are joined. A chunk
 is sharded like the batch if its size is divisible, otherwise replicated. Over Auto and manual axes,
-or without a mesh, types contain no sharding, and these functions do nothing.
+or without a mesh, types contain no sharding, and the functions of this module do nothing.
 """
 
 from __future__ import annotations

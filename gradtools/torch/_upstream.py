@@ -168,9 +168,9 @@ of hooks that the process has registered."""
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""`saved_tensors_hooks_on` reads the top of the stack of saved-tensor hooks, and the other two
-functions push to and pop from the stack. A user's hooks must not pack the tensors of gradtools'
-short-lived graphs."""
+"""`saved_tensors_hooks_on` reads the top of the stack of saved-tensor hooks, and
+`push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. A user's hooks must not
+pack the tensors of gradtools' short-lived graphs."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# PyTorch has no public interface for the following. Each hack is confined to one module:
+# PyTorch has no public interface for the following operations. Each hack is confined to one module:
 # - `known_errors` matches error messages, since PyTorch's errors have no types.
 # - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
 #   from an error of PyTorch.

@@ -51,7 +51,7 @@ _UNSPENT = [False]
 def is_spent(x: Tensor) -> bool:
     """Returns whether x is the alias of an argument in a finished derivative.
 
-    An alias of a finished derivative is a constant, which is no longer differentiated. Its
+    An alias of a finished derivative is a constant, which is no longer differentiated. The alias's
     attribute `SPENT` is a list with one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])

@@ -187,7 +187,7 @@ class CapturedInEager(Replaced):
     """Context that finds the differentiated tensors that f captures, outside of torch.func.
 
     own: The arguments of f. Results of f's operations, and tensors whose graph is newer than this
-    context, are not captured either.
+    context, do not count as captured.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:

@@ -64,8 +64,8 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 def tied(x: Any, function: Callable[..., Any]) -> Any:
     """Returns x with edges to the leaves that a function captures.
 
-    Derivatives of x depend on these leaves. No gradient flows along the edges, but a derivative at
-    x finds the leaves of an outer derivative through the edges, and keeps its graph.
+    Derivatives of x depend on the captured leaves. No gradient flows along the edges, but a
+    derivative at x finds the leaves of an outer derivative through the edges, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

@@ -72,7 +72,7 @@ class Uses:
 
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
-    """Evaluates one use and returns its outputs."""
+    """Evaluates the frozen function once and returns the outputs."""
     with marked("frozen"):
         chunk, held = Chunk(whole, 0, whole.lists[0], []), held_by(whole)
         if held is None or not torch.is_grad_enabled():
@@ -107,8 +107,8 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # The level is in use, or an operation lacks forward mode. Double backward raises
-                # other errors again.
+                # The forward-mode level is in use, or an operation lacks forward mode. Double
+                # backward raises other errors again.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
@@ -174,7 +174,7 @@ class _Use(Program):
         self.retained: list[tuple[Tensors, Tensors]] = []
 
     def first_run(self, xs: Sequence[Tensor], verify: bool) -> Tensors:
-        """Evaluates the use as one node and returns its outputs."""
+        """Evaluates the frozen function as one autograd node and returns the outputs."""
         hooks = upstream.hooks_made()
         ys, self.uses.state = self.begin(xs, verify, [])
         self.hooked = upstream.hooks_made() != hooks

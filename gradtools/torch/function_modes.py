@@ -101,7 +101,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations that support forward mode, vmap and all orders."""
+    """Computes attention and norms by operations that support jvp, vmap and higher derivatives."""
 
     programs = _PLAIN_KERNELS
 
@@ -149,7 +149,7 @@ class OneTangent(PlainAttention):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is _set_graphs:
-            # Inside of a Function autograd has disabled graphs or tangents itself.
+            # Inside of a Function, autograd itself has disabled graphs or tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
             if args[0] and self._stopped >= levels:  # not set by an inner torch.func.grad
                 upstream.set_forward_mode_enabled(True)

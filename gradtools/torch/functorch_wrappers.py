@@ -99,7 +99,7 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
-        return False  # legacy batched and inference tensors
+        return False  # legacy batched tensors and inference tensors have no tangents
     return upstream.unpack_dual(x, level)[1] is not None
 
 

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 def is_followed() -> bool:
     """Returns whether a transform, a mode, a trace or forward mode may observe an operation.
 
-    The legacy vmap is not included.
+    The legacy vmap does not count as a transform.
     """
     traced = upstream.peek_interpreter_stack() or upstream.tracing_state()
     modes = upstream.count_of_function_modes() or upstream.count_of_dispatch_modes()
@@ -40,7 +40,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
-    loses that graph when the level ends. Results of `torch.vmap` have graphs.
+    loses that graph when the level ends. Autograd keeps the graphs of results of `torch.vmap`.
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
@@ -85,7 +85,7 @@ def forward_mode() -> Iterator[None]:
     """Locks forward mode, since PyTorch has a single level for all threads.
 
     Raises `NoForwardMode` instead of waiting, which could deadlock: the thread that holds the level
-    may wait for this thread. The caller then applies reverse mode twice.
+    may wait for this thread. A caller that catches `NoForwardMode` applies reverse mode twice.
     """
     if not _FORWARD_MODE.acquire(blocking=False):
         raise NoForwardMode
@@ -123,8 +123,8 @@ def dual_level() -> Iterator[None]:
 def unpacked() -> Iterator[list[Any]]:
     """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
 
-    Checkpoints then do not save the graph's tensors. `torch.func` raises an error if saved-tensor
-    hooks are active.
+    Without hooks, checkpoints do not save the tensors of the inner graph. `torch.func` raises an
+    error if saved-tensor hooks are active.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:

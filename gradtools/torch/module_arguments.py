@@ -5,12 +5,12 @@
 f receives the user's module itself. Classes, attributes, parameter hooks, outside references to
 parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
 dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
-list, a dictionary or a dataclass. The graph of a result is built in its backward pass
-(`lazy_graphs`).
+list, a dictionary or a dataclass. The graph of a result is built when a backward pass reaches the
+result (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-f then gets a structural copy of the module, as in `make_functional`. Code that still reads the
-user's module (a closure, a hook, a bound method) reads the copy's parameters.
+In these cases f receives a structural copy of the module, as in `make_functional`. Code that still
+reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Opened:
         f: The user's function.
         args: The arguments, with each differentiated module replaced by its parameters.
         own: The ids of the modules' parameters, which the engine differentiates without aliases.
-        opened_modules: The modules.
+        opened_modules: The modules among the arguments.
     """
 
     opens_once = True

@@ -1,13 +1,13 @@
 """Converts a PyTorch module to a pure function of its parameters and buffers.
 
 ``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
-between threads. This module swaps nothing: each call builds a structural copy (`Copy`), whose
-submodules have their own dictionaries with the given parameters and clones of the given buffers.
-All other attributes of the module are shared, including hooks. References of the tree to itself
-(tied tensors, shared submodules, bound methods, lists of weights, plain objects that contain a
-submodule) are replaced by references to the copy. If closures and other objects still read the
-module's own tensors, operations of the call read the given tensors instead. ``make_functional``
-makes such a copy once, and each call copies that copy.
+between threads. Here each call builds a structural copy (`Copy`) instead, whose submodules have
+their own dictionaries with the given parameters and clones of the given buffers. All other
+attributes of the module are shared, including hooks. References of the tree to itself (tied
+tensors, shared submodules, bound methods, lists of weights, plain objects that contain a submodule)
+are replaced by references to the copy. If closures and other objects still read the module's own
+tensors, operations of the call read the given tensors instead. ``make_functional`` makes one copy,
+and each call copies this copy.
 
 ``torch.compile`` cannot trace the construction of copies; it traces ``functional_call`` on another
 private copy instead. ``gradtools.models`` documents the public name.
@@ -65,7 +65,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleTree:
-        """Collects the tree in one walk, which is faster than `named_modules` etc."""
+        """Collects modules, parameters and buffers in one walk, faster than `named_modules` etc."""
         tree = cls({}, {}, {}, {})
         tree._walk(module, "", set())
         for part in tree.modules:
@@ -207,7 +207,7 @@ def _seeded_call(key: Any, copied: Callable[..., Copy], originals: Tensors, *giv
 
 
 class Copy:
-    """A copy of a module for one call, with other parameters; everything else is shared.
+    """A copy of a module for one call, with other parameters; shares all other attributes.
 
     Args:
         tree: The module.

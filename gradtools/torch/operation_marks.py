@@ -1,8 +1,8 @@
 """Thread-local marks that identify gradtools' own operations in recordings.
 
-A recording of a user's program also contains gradtools' own operations. The functions here mark a
-`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind
-under which the Function is recorded.
+A recording of a user's program also contains gradtools' own operations. The functions of this
+module mark a `detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as`
+is the kind under which the Function is recorded.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Program:
         return outs, later
 
     def run_first(self, xs: Sequence[Tensor]) -> Tensors:
-        """Calls `run` in the first pass."""
+        """Runs f in the first pass; subclasses may override this method."""
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
@@ -307,7 +307,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
 
 
 class Pull(Program):
-    """The pullback of a program, as a program of its arguments and of cotangents.
+    """The pullback of a program, as a program of the same arguments and of cotangents.
 
     size: The number of the program's arguments.
     given: Whether each output of the program has a cotangent.
@@ -439,7 +439,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # recordings patch it
+        apply = super(torch.autograd.Function, _Node).apply  # patched by recordings
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

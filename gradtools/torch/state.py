@@ -139,7 +139,8 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """Reads the memory of the Mersenne Twister; returns b"" for NumPy's other generators.
 
-    For Python, also reads the second number of a Gaussian pair; NumPy stores it in its state only.
+    For Python, also reads the second number of a Gaussian pair, which NumPy stores in its state
+    only.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -298,7 +299,7 @@ class RunState:
             if not _same(buffer, copy, version, training):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(copy)
-            if _version(buffer) != version:  # graphs that saved it remain valid
+            if _version(buffer) != version:  # keeps graphs with the buffer valid
                 upstream.set_version_counters((buffer,), (version,))
         return self.streams.restore()
 
@@ -313,8 +314,9 @@ def _version(buffer: Tensor) -> int:
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     """Returns whether a buffer still has the given contents.
 
-    Versions reveal changes, except for normalization statistics in training: their kernels do not
-    increment versions, so small buffers are compared, without waiting for an accelerator.
+    Versions reveal changes, except for normalization statistics in training: the kernels of these
+    statistics do not increment versions, so small buffers are compared, without waiting for an
+    accelerator.
     """
     same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake tensors have no values

@@ -19,7 +19,7 @@ from gradtools.torch.functorch_wrappers import PLAIN
 
 @dataclass(frozen=True)
 class TreeDef:
-    """A tree's structure.
+    """The structure of a pytree.
 
     Attributes:
         spec: PyTorch's spec, in which None is a leaf.

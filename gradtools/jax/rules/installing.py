@@ -1,18 +1,18 @@
 """Rules in JAX: primitives whose jvp is the tangent map and whose transpose is the cotangent map.
 
 JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
-of gradtools have both:
+of gradtools have both rules:
 
     primal     y = f(x)            its jvp binds primal, or value, and tangent
     value      y = f(x), known     an output of a forward pass that also returns extras
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
 A rule is *linearized* when it is first differentiated. Linearization determines the residuals of
-the rule's maps, and derives a missing map by transposing the other map. The forward pass then also
-returns residuals that are neither inputs nor outputs (*extras*). An extra is differentiated through
-the code that computed it; an output is differentiated by the rule, at every order. The jvp of the
-maps with respect to their residuals is the jvp of the Python code. Unlike the rule of a
-`custom_jvp`, the rule of a primitive survives scan, cond, remat and jit.
+the rule's maps, and derives a missing map by transposing the other map. The forward pass of a
+linearized rule also returns residuals that are neither inputs nor outputs (*extras*). An extra is
+differentiated through the code that computed it; an output is differentiated by the rule, at every
+order. The jvp of the maps with respect to their residuals is the jvp of the Python code. Unlike the
+rule of a `custom_jvp`, the rule of a primitive survives scan, cond, remat and jit.
 
 `primitives` defines the evaluation and batching of each primitive, `linearizing` defines the
 linearization of a rule, and this module defines derivatives and transposes of the primitives.
@@ -114,7 +114,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """Calls `fun(*xs)`; errors of its rules are raised now, not when the result is lowered."""
+    """Calls `fun(*xs)`; raises errors of its rules immediately, not at lowering."""
     closed = jax.make_jaxpr(fun)(*xs)
     for _ in jaxprs.equations(closed, within_rules=True):  # traces all rules
         pass

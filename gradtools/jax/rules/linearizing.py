@@ -213,8 +213,8 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     """Splits a forward rule into a forward pass and a linear map of its residuals.
 
     Transposing the rule evaluates everything that does not depend on a tangent. The values that the
-    transpose then closes over are the residuals, which are stored as extras (partial evaluation, as
-    in Radul et al., You only linearize once, 2023).
+    transpose closes over are the residuals, which are stored as extras (partial evaluation, as in
+    Radul et al., You only linearize once, 2023).
     """
     full_like = likes_of(xs)
     mask = differentiated_inputs(rule, full_like, perturbed)
@@ -319,7 +319,7 @@ def lift_captured(
 
     Args:
         rule: The rule.
-        xs: Its inputs.
+        xs: The rule's inputs.
         differentiated: Whether concrete inputs are differentiated too.
     """
     n, consts = len(xs), list[Any]()

@@ -90,7 +90,7 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """Converts Python numbers in xs to arrays; JAX passes literals on unconverted."""
+    """Converts Python numbers in xs to arrays; JAX does not convert literals."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
@@ -250,7 +250,7 @@ class _Vmaps:
 
 
 def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
-    """Returns the rule of a batch."""
+    """Returns the rule that evaluates a batch of examples."""
     lists, size = _Vmaps(axis), axis.size
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:

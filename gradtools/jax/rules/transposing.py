@@ -46,7 +46,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     """Transposes by the pullback at zero, for values that vary over mesh axes of shard_map.
 
-    `jax.linear_transpose` cannot express such types (check_vma=True). The jaxpr of the pullback
+    `jax.linear_transpose` cannot express varying types (check_vma=True). The jaxpr of the pullback
     must not depend on the point, which proves that the map is linear.
     """
     zeros = [zeros_of(e) for e in examples]

@@ -56,7 +56,7 @@ class Application:
         rule: The rule.
         linearized: The rule's linear maps at this evaluation, without arrays.
         count: The number of outputs; extras follow them.
-        pull: The backward pass, at any order.
+        pull: The function that computes the backward pass, at any order.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
             backward pass and for forward mode.
         materializes: Whether undefined cotangents become zeros.

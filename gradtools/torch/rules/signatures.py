@@ -4,8 +4,8 @@ A signature consists of the shapes, dtypes and devices of a call's tensors, and 
 constants of the arguments. `Calls` makes a `Signature` object for each signature, which contains
 the rule, the author's functions of flat tensors, and state that later calls share.
 
-If only autograd's graph or forward mode is active, the author's code runs here, and its outputs get
-their node (`attach`) or tangents. Otherwise `installing.py` applies the rule.
+If only autograd's graph or forward mode is active, this module runs the author's code, and attaches
+a node (`attach`) or tangents to the outputs. Otherwise `installing.py` applies the rule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Signature:
     """State shared by all calls with the same shapes, dtypes, devices and structure.
 
     Attributes:
-        specialized: The rule for this structure of its arguments.
+        specialized: The custom rule, specialized to this structure of arguments.
         rule: The `Rule` of `specialized`.
         avals: The shape, dtype and device of each tensor.
         likes: The same as `avals`, but None for integers.

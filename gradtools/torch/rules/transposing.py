@@ -1,15 +1,15 @@
 """Tangent and cotangent maps of one application of a rule; each is the transpose of the other.
 
 `ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). If the author
-gave only one of the linear maps, the other is its transpose, computed by differentiation. PyTorch
-would also transpose nonlinear maps; `checking.py` checks linearity first. Extras are differentiated
-through the code that computed them, by a second evaluation of the rule.
+defined only one of the linear maps, the other map is the transpose, computed by differentiation.
+PyTorch would also transpose nonlinear maps; `checking.py` checks linearity first. Extras are
+differentiated through the code that computed them, by a second evaluation of the rule.
 
 A rule that applies itself to tangents would recurse forever. The forward rule of a linear function
-f may be the function itself, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
-which by the rule is df(t)[s] = f(s), and so on. A linear function is its own derivative, so the
-function's code is transposed there, as in JAX, which evaluates a `custom_jvp` as plain code when it
-is transposed.
+f may be the function itself, df(x)[t] = f(t). Transposing this rule needs the derivative of t ->
+f(t), which by the rule is df(t)[s] = f(s), and so on. A linear function is its own derivative, so
+the code of f is transposed instead of the rule. JAX similarly evaluates a `custom_jvp` as plain
+code when it is transposed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def in_eager() -> bool:
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
-    """Runs the backward pass, at any order."""
+    """Computes the cotangents of a rule's inputs in the backward pass, at any order."""
     point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
     if point.rule.reverse_only:
         return point.linearized.cotangent(tensors, cts)
@@ -183,7 +183,7 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """Applies the pullback of `fun` at xs to cotangents; None means zero in both."""
+    """Applies the pullback of `fun` at xs to cotangents; None is a zero cotangent or result."""
     if not in_eager() or upstream.forward_level() >= 0:
         return _vjp_of_inexact(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)

@@ -185,7 +185,7 @@ count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""`is_traced_by_make_fx` returns whether `make_fx` is tracing with proxies, which have no values;
+"""`is_traced_by_make_fx` returns whether torch.fx is tracing with proxies, which have no values;
 `tracing_state` returns the state of `torch.jit.trace`, or None."""
 
 # --- tensors -----------------------------------------------------------------------------------

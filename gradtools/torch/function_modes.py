@@ -1,9 +1,9 @@
 """Thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools itself
-pushes tangents or takes a second derivative, attention uses plain operations. (PyTorch's context
-`sdpa_kernel` sets process-wide flags: if two threads exit the context in the order in which they
-entered it, flash attention stays disabled.) Norms use `normalization.PROGRAMS`.
+pushes tangents or takes a second derivative, attention uses plain operations. (The context
+`torch.nn.attention.sdpa_kernel` sets process-wide flags: if two threads exit the context in the
+order in which they entered it, flash attention stays disabled.) Norms use `normalization.PROGRAMS`.
 """
 
 from __future__ import annotations

@@ -108,6 +108,8 @@ def signature_of(f: Any) -> str:
 class Linear(partial[Any]):
     """A pullback or pushforward: `run(native, *args)` as a function of args."""
 
+    __doc__ = property(lambda self: self.func.__doc__)  # type: ignore[assignment]
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the linear map."""
         try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import is_same
 from gradtools.rules import Rule, replaced_at
+
+if TYPE_CHECKING:
+    from gradtools.gradient_types import RealLike
 
 # --- the rules ---------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Edits(Operators):
         key = lambda count, *kinds: keyed(count, *kinds).key
         self._clip_key = backend.compiler.constant_result(key)
 
-    def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
+    def reverse_gradient(self, x: T, scale: RealLike = 1.0) -> T:
         """Reverses the gradient that flows through x: y = x, dy = -scale dx.
 
         The edit is linear, so it works in forward and reverse mode, at every order and in every
@@ -127,7 +130,7 @@ class Edits(Operators):
         """
         return self._scaled("reverse_gradient", x, scale, -1)
 
-    def scale_gradient(self, x: T, scale: Any) -> T:
+    def scale_gradient(self, x: T, scale: RealLike) -> T:
         """Scales the gradient that flows through x: y = x, dy = scale dx.
 
         Args:
@@ -209,7 +212,9 @@ class Edits(Operators):
         """
         return _stopped(self._backend, "stop_gradient", x)
 
-    def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
+    def clip_gradient(
+        self, x: T, max_norm: RealLike | None = None, max_value: RealLike | None = None
+    ) -> T:
         """Clips the gradient that flows through x, by modulus and by global norm.
 
         Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
@@ -485,6 +490,9 @@ class _StraightThrough:
         self._name = name_of(f)
         self.__name__ = f"straight_through({self._name})"
         self.__wrapped__ = f
+        of = "the identity" if surrogate is None else self._through
+        doc = f"Value of {self._name} with the derivative of {of}."
+        self.__doc__ = "\n\n".join(filter(None, [doc, getattr(f, "__doc__", None)]))
 
     def __repr__(self) -> str:
         return f"<straight_through {self._name}, derivative of {self._through}>"

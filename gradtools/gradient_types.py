@@ -1,6 +1,7 @@
-"""Types of gradient functions for type checkers: a gradient has its argument's type.
+"""Types for type checkers: of gradient functions, and of the numbers that edits take.
 
-The gradient of a `torch.nn.Module` is a dict by parameter name. This module is unused at run time.
+A gradient has its argument's type; the gradient of a `torch.nn.Module` is a dict by parameter name.
+This module is unused at run time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,21 @@ from gradtools.backend import P
 T_co = TypeVar("T_co", bound=Any, covariant=True)
 R_co = TypeVar("R_co", covariant=True)
 V = TypeVar("V")
+
+
+class ArrayLike(Protocol):
+    """A protocol that arrays of PyTorch, JAX and NumPy satisfy."""
+
+    @property
+    def shape(self) -> Any:
+        """The length of each axis."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the entries."""
+
+
+RealLike = float | ArrayLike
 
 
 class TorchModule(Protocol):

@@ -95,6 +95,7 @@ class LinearMap:
 
     run: Callable[..., Any] = field(metadata={"static": True})
     native: Any
+    __doc__ = property(lambda self: self.run.__doc__)  # type: ignore[assignment]
 
     @user_facing
     def __call__(self, *args: Any) -> Any:

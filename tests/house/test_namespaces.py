@@ -265,8 +265,12 @@ def made_of(gt):
         gt.custom_rule(loss): ("<custom_rule loss, rules: none>", "Squared error."),
         full: ("<GradientAccumulator, weight 3, float32[2]>", "A running weighted sum"),
         gt.GradientAccumulator(): ("<GradientAccumulator, empty>", "A running weighted sum"),
-        gt.vjp(lambda x: x**2, a)[1]: ("<pullback: Maps a cotangent like the output", "A pullback"),
-        gt.linearize(lambda x: x, a)[1]: ("<pushforward: Maps one tangent for each", "A pullback"),
+        gt.vjp(lambda x: x**2, a)[1]: (
+            "<pullback: Maps a cotangent like the output",
+            "Maps a cotangent",
+        ),
+        gt.linearize(lambda x: x, a)[1]: ("<pushforward: Maps one tangent for each", "Maps one"),
+        gt.straight_through(loss): ("<straight_through loss, derivative", "Value of loss with"),
     }
 
 

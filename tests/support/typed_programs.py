@@ -10,6 +10,7 @@ from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 import gradtools.jax as gj
@@ -38,6 +39,12 @@ def of_dict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 assert_type(gt.reverse_gradient(x), torch.Tensor)
 assert_type(gt.stop_gradient({"a": x}), dict[str, torch.Tensor])
 assert_type(gj.clip_gradient(z, max_norm=1.0), jax.Array)
+assert_type(gt.scale_gradient(x, x.mean()), torch.Tensor)
+assert_type(gj.reverse_gradient(z, np.float32(0.5)), jax.Array)
+assert_type(gj.scale_gradient(z, jnp.mean(z)), jax.Array)
+gt.scale_gradient(x, "0.5")  # wrong
+gj.reverse_gradient(z, "0.5")  # wrong
+gt.clip_gradient(x, max_norm="1")  # wrong
 
 # A gradient is of the type of what it is a gradient of.
 assert_type(gt.grad(loss)(x, x, scaled=True), torch.Tensor)

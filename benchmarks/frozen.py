@@ -9,8 +9,8 @@ layers take some milliseconds; frozen_sizes.py times smaller networks.
 Each model runs in a separate process, with two processes at a time, or the number in --jobs=....
 Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
 continued. With --report, the program writes the measurements so far, with a dash for a missing
-cell. With --quick, it uses small sizes and few rounds, and writes nothing. All measurements take
-about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
+cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
+measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of products and convolutions, as PyTorch does; loops times trip count."""
+    """Counts flops of products and convolutions like PyTorch, and loops times trip count."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -397,7 +397,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Yields depth and uses of every cell, and whether it is in the table over the uses."""
+    """Yields depth and uses of every cell, and whether the cell is in the table over the uses."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 
@@ -530,7 +530,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
     own = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} {own}"  # read when it is first used
+        f"{os.environ.get('XLA_FLAGS', '')} {own}"  # JAX reads XLA_FLAGS at first use
     )
 
 

@@ -47,7 +47,7 @@ def sparse_solver(gt, backend):
 
 
 def added(backend, x, places, values):
-    """Returns x with the values added at the given places."""
+    """Returns x with the values added at the given indices."""
     return x.index_add(0, places, values) if backend == "torch" else x.at[places].add(values)
 
 
@@ -100,7 +100,7 @@ def show(gt, backend):
 
 
 def edges():
-    """Returns both ends of each edge within the square, and the node at each edge to a wall."""
+    """Returns the two nodes of each inner edge, and the node of each edge to a wall."""
     node = np.arange(SIDE**2).reshape(SIDE, SIDE)
     first = np.concatenate([node[:, :-1].ravel(), node[:-1].ravel()])
     second = np.concatenate([node[:, 1:].ravel(), node[1:].ravel()])

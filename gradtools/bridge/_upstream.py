@@ -50,7 +50,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 def fake_tensors(**options: Any) -> Any:
-    """Makes a `FakeTensorMode`: operations compute only shapes. The import takes a second."""
+    """Makes a `FakeTensorMode` (operations compute only shapes) after a slow import."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)

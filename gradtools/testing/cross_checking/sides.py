@@ -107,9 +107,9 @@ class Inputs:
 
     Attributes:
         trees: PyTorch's backend, which flattened the arguments.
-        treedef: The structure of the tuple of arguments.
+        treedef: The treedef of the argument tuple.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
-        names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
+        names: Maps the index of each differentiated leaf to its path, such as "argument 0[x]".
         integers: A description of the arrays that have no derivative.
     """
 
@@ -250,7 +250,7 @@ def inexact(arrays: Output) -> Output:
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Casts x to another precision; complex stays complex, integers are unchanged."""
+    """Casts x to another precision; complex arrays stay complex, integers are unchanged."""
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":
@@ -262,7 +262,7 @@ def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 def normal(path: str) -> str:
-    """Normalizes a leaf's path: ['a'], .a and .a.value are equal."""
+    """Normalizes a leaf's path, so that the paths ['a'], .a and .a.value are equal."""
     return "".join(f"[{token}]" for token in tokens(path))
 
 

@@ -51,10 +51,10 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # rounds, and when they are enough
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # numbers of rounds, time limit
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
-TIMED = USES[:3]  # more uses take as much time each, and only the bytes are theirs
+TIMED = USES[:3]  # with more uses, only the bytes are measured
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS = "gt.frozen"

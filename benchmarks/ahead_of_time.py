@@ -354,7 +354,7 @@ def _operators(platform: str) -> Iterator[str]:
         for dtype in DTYPES:
             ways = operator(Target(platform, dtype), name)
             ours, hand = (_counted(ways[way]) for way in (OURS, HAND))
-            cells.append(f"{ours}; {'by hand the same' if ours == hand else f'by hand {hand}'}")
+            cells.append(f"{ours}; {'the same by hand' if ours == hand else f'by hand {hand}'}")
         yield f"| {name} | {' | '.join(cells)} |"
 
 

@@ -137,7 +137,7 @@ def main() -> None:
         "The function is a network of three layers in float32. Times are minimum processor times "
         f"over {ROUNDS} interleaved rounds.",
         "",
-        "| what | variant | microseconds | ratio |",
+        "| measurement | variant | microseconds | ratio |",
         "|---|---|---|---|",
     ]
     for size in SIZES:

@@ -452,7 +452,7 @@ def main() -> None:
     over = peaks(net, measured)
     packages = ["torch", "jax", "optax"]
     packages += ["sentence-transformers"] * (PEER in measured["PyTorch"].ways)
-    heads = ["framework", "way", "GFLOP", "peak, MB", "s", f"times {BY_HAND}", "quartiles"]
+    heads = ["framework", "method", "GFLOP", "peak, MB", "s", f"times {BY_HAND}", "quartiles"]
     lines = [
         f"# Chunked gradients, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
@@ -477,7 +477,7 @@ def main() -> None:
         "",
         "## Peak MB over the number of chunks",
         "",
-        *table(["way", *(str(count) for count in COUNTS)]),
+        *table(["method", *(str(count) for count in COUNTS)]),
         *(f"| {name} | {' | '.join(f'{x / 1e6:.1f}' for x in xs)} |" for name, xs in over.items()),
         "",
         "![memory and time](chunked.svg)",

@@ -138,7 +138,7 @@ def _of_frozen() -> str:
 
 def _cells(under: str, *of: str, way: str = "gt.frozen") -> list[float]:
     (row,) = rows("frozen.md", *of, way, under=under)
-    return [float(cell) for name, cell in row.items() if name not in ("framework", "G", "way")]
+    return [float(cell) for name, cell in row.items() if name not in ("framework", "G", "method")]
 
 
 def _span(numbers: list[float]) -> str:
@@ -193,7 +193,7 @@ def _relative(way: str, other: str) -> list[str]:
 
 def _overhead(what: str) -> str:
     (row,) = rows("overhead.md", what, "gradtools")
-    return row["times by hand"]
+    return row["relative to hand-written"]
 
 
 def _imports() -> list[str]:

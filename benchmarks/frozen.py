@@ -445,7 +445,7 @@ def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[
     first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
     many = first[0].over_uses
     heads = [f"N = {c.uses}" if many else f"{c.depth} layers" for c in first]
-    yield f"| framework | G | way | {' | '.join(heads)} |"
+    yield f"| framework | G | method | {' | '.join(heads)} |"
     yield "|---" * (3 + len(heads)) + "|"
     for framework in CHECKPOINT:
         for model in MODELS:

@@ -223,7 +223,7 @@ def main() -> None:
         f"rounds of {CALLS} calls. The hand-written code is a torch.autograd.Function and a "
         "jax.custom_vjp. For host functions, see host_functions.md.",
         "",
-        "| what | variant | microseconds | times by hand |",
+        "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",
     ]
     for name, variants in WHAT.items():

@@ -231,7 +231,7 @@ def main() -> None:
     loss, exact = towers.exact()
     found = measured(towers)
     packages = ("torch", "jax", "flax", "sentence-transformers")
-    heads = ["framework", "precision", "way", "loss", "gradient from the plain step's"]
+    heads = ["framework", "precision", "method", "loss", "gradient from the plain step's"]
     heads += ["from float64's", "peak, MB", "s"]
     lines = [
         f"# Two towers in each precision, {datetime.date.today()}, "

@@ -15,10 +15,10 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
         gt: The module `gradtools.torch` or `gradtools.jax`.
         backend: The backend's name.
         f: Maps a vector to a number.
-        x: The point, a NumPy array.
+        x: The NumPy array at which f is checked.
         t: The direction of the Hessian products, a NumPy array.
-        by_hand: (f(x), its gradient, its Hessian times t). If None, the reference is computed by
-            central differences of f and of its gradient.
+        by_hand: The expected f(x), gradient, and Hessian times t. If None, the reference is
+            computed by central differences of f and of its gradient.
         forward_twice: Whether forward mode over forward mode is supported.
         tolerance: The tolerance for `by_hand`; central differences have a separate tolerance.
 

@@ -226,13 +226,13 @@ class Training:
     accuracy: list[list[float]]  # Accuracy of each side in percent.
     losses: list[float]  # Relative differences between the sides.
     gradients: list[float]
-    plain: list[float]  # Differences from two plain evaluations.
+    plain: list[float]  # Differences from gradients by two evaluations.
     evaluations: Counter[str]
 
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records relative differences between backends, and between both ways to reverse."""
+        """Records relative differences between backends, and from the plain gradients."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))

@@ -114,7 +114,7 @@ def to_torch(
 
     Raises:
         GradtoolsError: f is not a function. (When called) a tensor has a 64-bit dtype and x64 is
-            off; f closes over a tracer of JAX; a tensor is sparse.
+            off; f closes over a JAX tracer; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

@@ -50,7 +50,7 @@ class CheckedReport:
     Attributes:
         compared: The number of derivatives that agree with finite differences.
         skipped: The number of derivatives that were not compared, by reason.
-        notes: Remarks that are not errors, such as a stopped value that leaves the framework.
+        notes: Remarks that are not errors, for example on stopped data that leaves the framework.
     """
 
     compared: int = 0
@@ -58,7 +58,7 @@ class CheckedReport:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"checked: {self.compared} derivatives agree with differences"]
+        lines = [f"checked: {self.compared} derivatives agree with finite differences"]
         lines += [f"  not compared: {n}, {reason}" for reason, n in self.skipped.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -168,7 +168,7 @@ class CheckedProgram:
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Returns Re<v, J u> by the backend method under test, and the sum of absolute terms."""
+        """Returns Re<v, J u> by the tested method, and the sum of its terms' absolute values."""
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:
@@ -280,7 +280,8 @@ class _CheckedMembers:
             verdict = found.verdict() if program.leaves else ""
         except DerivativeError:
             raise
-        except Exception as error:  # the operator raises this too, or only reruns fail
+        except Exception as error:
+            # The operator raises the same error, unless only the second run of f fails.
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return
         if verdict == "differs" and not program.unseen:
@@ -421,9 +422,9 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     Derivatives are compared with central differences of f's values, along a random direction and
     cotangent; f runs several times, with random streams and buffers restored. The check finds
     custom functions and hooks that drop a derivative, custom rules with a wrong bwd, wrong
-    derivative formulas of the framework, and values that leave the framework, at any depth of
-    nesting. In a backward pass of the framework itself, custom rules and calls of `chunked`,
-    `frozen` and `checkpoint` are compared.
+    derivative formulas of the framework, and data that leaves the framework (as by `item()`), at
+    any depth of nesting. In a backward pass of the framework itself, custom rules and calls of
+    `chunked`, `frozen` and `checkpoint` are compared.
 
     Intentional differences are excluded: gradient edits of gradtools, and values that f itself
     stops with `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or gradient

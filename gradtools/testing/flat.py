@@ -155,7 +155,8 @@ class FlatFunction:
 class Probe(FlatFunction):
     """The `FlatFunction` of a user's function f at its arguments, in one backend.
 
-    Floating and complex arrays are its leaves; other values, such as integers, are constants.
+    Floating and complex arrays are the leaves of a probe; other values, such as integers, are
+    constants.
     """
 
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):

@@ -21,9 +21,9 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
-LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries
-MASKED = 9e3  # larger numbers are treated as entries of a mask
-_NEAR = 1e-6  # the relative tolerance for matching a factor to a known number
+LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # Relations that permute entries.
+MASKED = 9e3  # Larger numbers are treated as entries of a mask.
+_NEAR = 1e-6  # The relative tolerance for matching a factor to a known number.
 _MOST_AXES = 5
 _MOST_ENTRIES = 1 << 15
 
@@ -183,9 +183,9 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
         sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
         table += [(n, name), (n / (n - 1), sample)]
-        table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
+        table += [(math.sqrt(n / (n - 1)), f"the square root of {sample}")] if n > 2 else []
     table.append((2.0, "a missing factor 1/2, or a term counted twice"))
-    table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
+    table += [(math.sqrt(n), f"the square root of {name}") for name, n in sizes.items() if n > 2]
     is_near = lambda n: min(abs(size / n - 1), abs(size * n - 1)) < _NEAR
     return next((text for n, text in table if is_near(n)), None)
 

@@ -57,8 +57,8 @@ from gradtools.testing.report import (
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
-_ENTRIES = 64  # maximum number of entries or outputs compared individually if a leaf fails
-_KEPT = 32  # maximum number of cached derivatives
+_ENTRIES = 64  # Maximum number of entries compared individually if a leaf fails.
+_KEPT = 32  # Maximum number of cached derivatives.
 
 
 @user_facing
@@ -199,7 +199,7 @@ class DerivativeCheck:
         for what, entries in self._undecided.items():
             rest = "these entries are not checked"
             if both and " over " not in what:  # at first order
-                rest = "only the modes are compared with each other"
+                rest = "these entries are only compared between forward and reverse mode"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
@@ -466,7 +466,7 @@ class DerivativeCheck:
                 terms = max(terms, size(us, self.at("reverse", self.xs, vs)))
                 names = f"{self.label('reverse')} | {self.label('forward')}"
                 cause = "the dot-product test fails: the two modes are not adjoint"
-                detail = "Left Re<J^H v, u>, right Re<v, J u>."
+                detail = "The left value is Re<J^H v, u>, and the right value is Re<v, J u>."
                 self.equal(names, path, dot, terms, cause, detail)
         if reverse:
             a, b = ([self.draw(y) for y in probe.out] for _ in range(2))
@@ -503,7 +503,7 @@ class DerivativeCheck:
             if not record.agrees and order == 2:
                 known = f" ({record.cause})" if record.cause else ""
                 record = record.because(
-                    f"right at first order, wrong at second{known}",
+                    f"correct at first order, wrong at second order{known}",
                     f"{record.detail} A value that depends on the arguments, such as a residual, "
                     "is treated as a constant.",
                 )

@@ -30,8 +30,8 @@ from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
 CALLER = "check_rule"
-_NEARBY = 1.0625  # factor that maps x to a nearby point in f's domain
-_POINTS = 1.0, _NEARBY, 0.9375  # factors that map x to the examples of a batch
+_NEARBY = 1.0625  # Factor that maps x to a nearby point in f's domain.
+_POINTS = 1.0, _NEARBY, 0.9375  # Factors that map x to the examples of a batch.
 _DRAWN = (
     "differs between two calls of {} with the same arguments. Does the function draw random "
     "numbers or change state? Draw random numbers in fwd, and return them as residuals."
@@ -194,7 +194,9 @@ class RuleCheck(DerivativeCheck):
                 record = compare_arrays(f"{part}'s value | fun's value", path, y, z, 0)
                 if not record.agrees:
                     cause = relation(y, z, (part, "fun"), 0)
-                    record = record.because(cause or f"{part} computes another function")
+                    record = record.because(
+                        cause or f"{part} computes a different function than fun"
+                    )
                 self.report.comparisons.append(record)
         for n, c in enumerate(self.report.comparisons):  # add advice on the function to correct
             if not c.agrees and c.quantity.endswith("| finite differences"):
@@ -203,7 +205,9 @@ class RuleCheck(DerivativeCheck):
                     tangent = f"the tangent of {c.path.rpartition(' by ')[2]}"
                     look = f"Check how jvp uses {tangent}; None means zero."
                 if any(x.dtype.kind == "c" for x in probe.leaves):
-                    look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
+                    look += (
+                        " Is a conjugate missing? The cotangent is J^H v, and the tangent is J u."
+                    )
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
@@ -229,7 +233,7 @@ class RuleCheck(DerivativeCheck):
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
 
     def _copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """Returns the path of each leaf and a NumPy copy of it, or None if it is not an array."""
+        """Returns each leaf's path and a NumPy copy of the leaf; None if the leaf is no array."""
         waist, copy = self.probe.waist, self.probe.gt.to_numpy
         arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
         return list(zip(waist.leaf_paths(tree), arrays, strict=True))
@@ -252,7 +256,11 @@ class RuleCheck(DerivativeCheck):
         why = "a residual's derivative is lost between the arguments and fwd's return"
         for c in (c for c in check.report if c.quantity != "value"):
             path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
-            lost = c if c.agrees else c.because(f"{why}: right at first order, wrong at second")
+            lost = (
+                c
+                if c.agrees
+                else c.because(f"{why}: correct at first order, wrong at second order")
+            )
             self.report.comparisons.append(replace(lost, path=path, order=2))
         check.note_undecided()
         self.report.left_out += check.report.left_out

@@ -2,9 +2,10 @@
 
 A check evaluates f along a line, x + t u. The slope at 0 comes from central differences at many
 steps, from a tenth of the argument's size downwards, extrapolated to step zero (Ridders, 1982). The
-estimate with the smallest difference from its neighbors in the extrapolation table is kept, and
-this difference is the error. If the smallest step gives a different slope, as for the solution of
-an ill-conditioned system, all steps are too large for f, and the slope is undecided.
+estimate with the smallest difference from its neighbors in the extrapolation table is kept; the
+error is this difference plus the rounding error. If the smallest step gives a different slope, as
+for the solution of an ill-conditioned system, all steps are too large for f, and the slope is
+undecided.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
-_COLUMNS = 6  # columns of the extrapolation table; more only amplify rounding
-_FINEST = 70  # the maximum number of halvings of the step, if larger steps leave f's domain
+_COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
+_FINEST = 70  # The maximum number of halvings of the step, if larger steps leave f's domain.
 
 
 class Slope(NamedTuple):

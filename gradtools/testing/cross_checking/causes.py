@@ -238,7 +238,7 @@ class Causes:
             if (np.isnan(x) & ~np.isnan(y)).any():
                 why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
                 if c.order and self.values_agree:
-                    why = "The value is finite: 0 times infinity in the branch that where discards."
+                    why = "The value is finite: 0 times infinity in a branch that `where` discards."
                 return Relation(f"NaN in {mine}", why)
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."

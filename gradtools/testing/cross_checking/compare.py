@@ -48,8 +48,8 @@ def cross_check(
     without a finite entry is a disagreement. Derivatives that differ only at a kink or tie, where
     each framework has its own subgradient, are reported with the status "convention".
 
-    If the results do not show the cause, both programs are recorded as by `first_divergence`,
-    and the report has the lines at which they diverge.
+    If the results do not show the cause, both programs are recorded as in `first_divergence`, and
+    the report contains the lines at which the programs diverge.
 
     During the check, float64 is enabled in JAX if an input or parameter has 64 bits, and
     float32 products are computed in full precision, without TF32 or bfloat16.
@@ -77,7 +77,8 @@ def cross_check(
         A `Report`, true if everything agrees. ``print(report)`` shows the table.
 
     Raises:
-        AgreementError: The programs disagree; its ``report`` has values and likely causes.
+        AgreementError: The programs disagree; the error's ``report`` contains values and likely
+            causes.
         GradtoolsError: An argument of cross_check itself is wrong, or the parameters of the two
             models cannot be matched.
 

@@ -76,7 +76,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     mapping = _mapping(caller, first, second, mapping, partial)
     entries: dict[str, ParameterPair] = {}
     for e in mapping.entries:
-        if e.torch_name in mine:  # otherwise it is a buffer
+        if e.torch_name in mine:  # buffers are not compared
             name = joined(e.jax_path)
             entries[name if name in theirs else joined(without_collection(e.jax_path))] = e
     missing = [] if partial else [name for name in theirs if name not in entries]

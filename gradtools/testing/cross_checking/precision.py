@@ -1,8 +1,8 @@
 """Context manager that computes float32 matrix products in full precision.
 
-Accelerators multiply float32 matrices in reduced precision if settings allow this: TF32 has 11 of
-24 bits, bfloat16 has 8. Correct derivatives in float32 would then differ, so the checks run at the
-highest precision and restore the settings afterwards.
+Accelerators multiply float32 matrices in reduced precision if settings allow this: TF32 has 11 and
+bfloat16 has 8 of float32's 24 significand bits. Correct derivatives in float32 would then differ,
+so the checks run at the highest precision and restore the settings afterwards.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ from gradtools.testing.report import (
 ROUNDING = 64  # rounding error, in epsilons of the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
-    "The parameters of the two models differ. Copy them: mapping = match_parameters(torch_model, "
-    "jax_model), jax_model = mapping.into(jax_model), cross_check(..., mapping=mapping)."
+    "The parameters of the two models differ. Copy PyTorch's parameters to JAX: mapping = "
+    "match_parameters(torch_model, jax_model), jax_model = mapping.into(jax_model), "
+    "cross_check(..., mapping=mapping)."
 )
 Leaves = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
 
@@ -180,7 +181,9 @@ class CrossCheck:
         for path, a in first.items():
             ours, theirs = a.dtype.name, second[path].dtype.name
             if ours != theirs == narrowed(ours):
-                report.notes.append(f"output{path} is {ours} in torch and {theirs} in jax, no x64")
+                report.notes.append(
+                    f"output{path} is {ours} in torch, {theirs} in jax (x64 is off)"
+                )
             elif ours != theirs:
                 c = mismatch("dtype", f"output{path}", 0, (ours, theirs), a.shape)
                 fix = "Cast one of the outputs, or the inputs."

@@ -80,9 +80,10 @@ def first_divergence(
     """Names the first operations at which a PyTorch program and its port to JAX diverge.
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
-    transformed functions are also compared; the report has the user's lines on both sides.
-    Intermediate values may have different layouts and be computed in a different order. Entries
-    that are NaN or infinite on both sides are not compared; the report counts them for the outputs.
+    transformed functions are also compared; the report contains the user's source lines on both
+    sides. Intermediate values may have different layouts and be computed in a different order.
+    Entries that are NaN or infinite on both sides are not compared; the report counts them for the
+    outputs.
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).

@@ -174,7 +174,7 @@ class RecordedRuns:
         for k, line in enumerate((ours, theirs)):
             values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
             for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
-                values[letters[p.entries]] = p.value  # in the layout that the line uses
+                values[letters[p.entries]] = p.value  # in the layout that this line of code uses
             expressions.append([expressions_of(s.value, values) for s in line])
             direct.append({letters.get(p.entries) for s in line for p in s.parents})
         sizes = self.check.sizes()
@@ -204,7 +204,7 @@ class RecordedRuns:
         uses = [[c for c in of if c.tracked and c.entries != x.entries] for of in used]
         chosen = [(u or side)[0] for u, side in zip(uses, sides, strict=True)]
         found = relation(*(_cotangents(x, y) or (x.gradient, y.gradient)))
-        words = f"another derivative; cotangents: {found or UNRELATED}"
+        words = f"different derivatives; cotangents: {found or UNRELATED}"
         for k, name in enumerate(SIDES):
             # Report the stopped gradient, and the operation that uses the value on the other side.
             if stops[k] and not stops[1 - k]:

@@ -9,7 +9,7 @@ The libraries store the same numbers under different names and in different axis
     transposed             weight (in, out, *window)      kernel (*reversed window, in, out)
     with transpose_kernel  weight (in, out, *window)      kernel (*window, out, in)
     embedding              weight (number, width)         embedding (number, width)
-    normalisation          weight, bias                   scale, bias
+    normalization          weight, bias                   scale, bias
     running statistics     running_mean, running_var      mean, var
     attention              in_proj_weight (3 width, in)   query, key, value: kernel (in, heads, d)
     LSTM, GRU, RNN         weight_ih (gates h, in)        a kernel for each gate, or for all
@@ -255,7 +255,7 @@ class _Matching:
         rest += [f"{joined(p)} {y.shape} (no counterpart in PyTorch)" for p, y in self.jax.items()]
         if rest and not partial:
             raise GradtoolsError(
-                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair these by overrides (or "
+                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair these with overrides (or "
                 "mapping)={torch name: jax name}; None in place of JAX's name omits a PyTorch "
                 "parameter, and partial=True omits all of them."
             )

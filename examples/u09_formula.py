@@ -2,9 +2,9 @@
 
 The program prints the derivatives of square, exp, sinh and cube to second order, and draws their
 backward passes. The program also prints the gradients of a complex affine layer, with complex
-arrays and with their real and imaginary parts. Finally it checks a hand-written backward pass of a
-convolutional network with `agrees_with`, which names the first entry that differs. Pictures are
-written to out/.
+arrays and with their real and imaginary parts. Finally, the program checks a hand-written backward
+pass of a convolutional network with `agrees_with`, which names the first entry that differs.
+Pictures are written to out/.
 """
 
 from pathlib import Path

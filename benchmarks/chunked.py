@@ -330,7 +330,7 @@ def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of matrix products like PyTorch's counter, and loops times trip count."""
+    """Counts flops of matrix products like PyTorch's counter; loop bodies count once per trip."""
     total = 0
     for eqn in jaxpr.eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"

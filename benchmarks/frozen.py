@@ -318,7 +318,7 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of products and convolutions like PyTorch, and loops times trip count."""
+    """Counts flops of products and convolutions like PyTorch; loop bodies count once per trip."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"

@@ -1,1 +1,1 @@
-"""Benchmark programs; a package, so that no installed package of this name is imported instead."""
+"""Benchmark programs, as a package that takes precedence over installed `benchmarks`."""

@@ -4,7 +4,7 @@
     make cuda    # for an H100
 
 XLA reports the bytes of temporaries and, on TPU, the peak memory including arguments and results.
-For TPU it also counts floating-point operations; the body of a loop is counted once. Temporaries
+For TPU, XLA also counts floating-point operations; the body of a loop is counted once. Temporaries
 that fit into the fast memory of a TPU core are not counted.
 """
 
@@ -78,7 +78,7 @@ class Cost:
 
 @cache
 def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
-    """Returns the compiler's descriptions of the devices of a board."""
+    """Returns abstract devices, for which XLA can compile, for a board such as "2x2"."""
     if platform == TPU:
         described = topologies.get_topology_desc(f"v5e:{board}", platform=TPU)
     else:
@@ -91,7 +91,7 @@ def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """A compiler (for TPU or for CUDA) and the dtype of arrays."""
+    """The platform (TPU or CUDA) for which programs are compiled, and the arrays' dtype."""
 
     platform: str
     dtype: Any = jnp.float32
@@ -156,7 +156,7 @@ def encode(layers: Any, x: Any) -> Any:
 
 
 def batch_loss(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that is not a sum over examples."""
+    """Returns a loss that is not a sum over examples, as a function of layers and batch."""
 
     def loss(layers: Any, x: Any) -> Any:
         z = encode(layers, x)
@@ -354,7 +354,7 @@ def _operators(platform: str) -> Iterator[str]:
         for dtype in DTYPES:
             ways = operator(Target(platform, dtype), name)
             ours, hand = (_counted(ways[way]) for way in (OURS, HAND))
-            cells.append(f"{ours}; {'by hand the same' if ours == hand else f'by hand {hand}'}")
+            cells.append(f"{ours}; {'the same by hand' if ours == hand else f'by hand {hand}'}")
         yield f"| {name} | {' | '.join(cells)} |"
 
 

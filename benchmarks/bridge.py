@@ -1,8 +1,8 @@
 """Measures the overhead of the bridge over DLPack conversion and over `jax.pure_callback`.
 
-Each row runs its variants in turn and reports the minimum processor time of each variant, and the
-ratio to the first variant. Processor time includes the threads that run callbacks. The minimum is
-least affected by other processes.
+The variants of a row run in turn. The table contains the minimum processor time of each variant,
+and the ratio to the first variant. Processor time includes the threads that run callbacks. The
+minimum is least affected by other processes.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def main() -> None:
         "The function is a network of three layers in float32. Times are minimum processor times "
         f"over {ROUNDS} interleaved rounds.",
         "",
-        "| what | variant | microseconds | ratio |",
+        "| measurement | variant | microseconds | ratio |",
         "|---|---|---|---|",
     ]
     for size in SIZES:

@@ -78,7 +78,7 @@ TORCH_IN_JAX: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def verdict(run: Callable[..., Any], native: Callable[..., Any], x: Any) -> str:
-    """Runs one cell and returns its text."""
+    """Tests one package in one transform and returns the text of the table cell."""
     expected = np.asarray(native(x))
     try:
         found = np.asarray(run(x))

@@ -49,7 +49,7 @@ PEER = "sentence-transformers' gradient cache"
 
 @dataclass(frozen=True)
 class Way:
-    """One step: its work and peak bytes, and a function that runs it."""
+    """A training step: counted flops, peak bytes, and a function that runs the step."""
 
     run: Callable[[], Any]
     flops: int
@@ -113,7 +113,7 @@ def two_passes(net: Any, x: torch.Tensor) -> None:
 
 
 def gradient_cache(net: Any) -> Callable[[torch.Tensor], None]:
-    """Wraps the encoder in a module of sentence-transformers, which their cache requires."""
+    """Wraps the encoder for the gradient cache of sentence-transformers."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from sentence_transformers import SentenceTransformer, losses
 
@@ -330,7 +330,7 @@ def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts the flops of matrix products, as PyTorch's counter does; loops times trip count."""
+    """Counts flops of matrix products like PyTorch's counter; loop bodies count once per trip."""
     total = 0
     for eqn in jaxpr.eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -436,7 +436,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} {flags}"  # read when it is first used
+        f"{os.environ.get('XLA_FLAGS', '')} {flags}"  # JAX reads XLA_FLAGS at first use
     )
 
 
@@ -452,7 +452,7 @@ def main() -> None:
     over = peaks(net, measured)
     packages = ["torch", "jax", "optax"]
     packages += ["sentence-transformers"] * (PEER in measured["PyTorch"].ways)
-    heads = ["framework", "way", "GFLOP", "peak, MB", "s", f"times {BY_HAND}", "quartiles"]
+    heads = ["framework", "method", "GFLOP", "peak, MB", "s", f"times {BY_HAND}", "quartiles"]
     lines = [
         f"# Chunked gradients, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
@@ -468,7 +468,7 @@ def main() -> None:
         *(line for name, found in measured.items() for line in rows(name, found)),
         "",
         "optax.microbatch does not recompute f: with joined outputs (CONCAT) it keeps every graph, "
-        "unless f is wrapped in `jax.checkpoint`. Its chunks contain the rows i::n.",
+        "unless f is wrapped in `jax.checkpoint`. Chunk i of optax contains the rows i::n.",
         "",
         "## A loss that is a mean over examples",
         "",
@@ -477,7 +477,7 @@ def main() -> None:
         "",
         "## Peak MB over the number of chunks",
         "",
-        *table(["way", *(str(count) for count in COUNTS)]),
+        *table(["method", *(str(count) for count in COUNTS)]),
         *(f"| {name} | {' | '.join(f'{x / 1e6:.1f}' for x in xs)} |" for name, xs in over.items()),
         "",
         "![memory and time](chunked.svg)",

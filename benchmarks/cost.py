@@ -195,7 +195,7 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
     left += [f"{name}: not installed" for name in absent()]
     left += [] if ARRAYS else ["JAX: no such device is available"]
     text = [
-        f"# What every operator costs, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"# The cost of every operator, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(versions),
         "",
         f"The function is a layer tanh(x w) with {ROWS} rows and width {WIDTH}, in float32 on "
@@ -204,7 +204,7 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         "each method once, and ratios are computed within a round. The column *peers* shows "
         "flops, peak bytes and the time relative to hand-written code.",
         "",
-        *table([*heads, "time over by hand", "peers"]),
+        *table([*heads, "time relative to hand-written", "peers"]),
         *(line for rows in found for line in lines(rows)),
         "",
         "Some operators do more than the hand-written code: `frozen` computes the inner function "

@@ -1,7 +1,7 @@
 """The operators in PyTorch, with equivalent hand-written code and other packages.
 
-The functions of a case compute the same results. The first function uses gradtools, the second is
-hand-written.
+The functions of a case compute the same results. The first function uses gradtools, and the second
+is hand-written.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _memory(at: Point) -> dict[str, Ways]:
     G = lambda z: at.layer(v, at.layer(v, z))
 
     def slopes(G: Callable[..., Any]) -> Callable[[], Any]:
-        """Returns the gradient with respect to w of the sum of squares of a derivative along z."""
+        """Differentiates the sum of squares of a derivative along z with respect to w."""
 
         def run() -> Any:
             weights, z = w.detach().requires_grad_(), x.detach().requires_grad_()

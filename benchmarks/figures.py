@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns a cell for PyTorch and a cell for JAX, from the only row with these words."""
+    """Returns the cells for PyTorch and for JAX, each from the only row with these words."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)
@@ -138,7 +138,7 @@ def _of_frozen() -> str:
 
 def _cells(under: str, *of: str, way: str = "gt.frozen") -> list[float]:
     (row,) = rows("frozen.md", *of, way, under=under)
-    return [float(cell) for name, cell in row.items() if name not in ("framework", "G", "way")]
+    return [float(cell) for name, cell in row.items() if name not in ("framework", "G", "method")]
 
 
 def _span(numbers: list[float]) -> str:
@@ -147,7 +147,7 @@ def _span(numbers: list[float]) -> str:
 
 
 def _peaks() -> list[tuple[str, list[str], str]]:
-    """Returns the memory for several numbers of chunks, at once and with `chunked`."""
+    """Returns the memory for several numbers of chunks, for the whole batch and for `chunked`."""
     found = []
     for text, way in (
         ("at once", "plain, the whole batch"),
@@ -193,7 +193,7 @@ def _relative(way: str, other: str) -> list[str]:
 
 def _overhead(what: str) -> str:
     (row,) = rows("overhead.md", what, "gradtools")
-    return row["times by hand"]
+    return row["relative to hand-written"]
 
 
 def _imports() -> list[str]:

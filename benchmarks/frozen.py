@@ -9,8 +9,8 @@ layers take some milliseconds; frozen_sizes.py times smaller networks.
 Each model runs in a separate process, with two processes at a time, or the number in --jobs=....
 Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
 continued. With --report, the program writes the measurements so far, with a dash for a missing
-cell. With --quick, it uses small sizes and few rounds, and writes nothing. All measurements take
-about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
+cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
+measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # rounds, and when they are enough
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # numbers of rounds, time limit
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
-TIMED = USES[:3]  # more uses take as much time each, and only the bytes are theirs
+TIMED = USES[:3]  # with more uses, only the bytes are measured
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS = "gt.frozen"
@@ -318,7 +318,7 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of products and convolutions, as PyTorch does; loops times trip count."""
+    """Counts flops of products and convolutions like PyTorch; loop bodies count once per trip."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -397,7 +397,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Yields depth and uses of every cell, and whether it is in the table over the uses."""
+    """Yields depth and uses of every cell, and whether the cell is in the table over the uses."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 
@@ -445,7 +445,7 @@ def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[
     first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
     many = first[0].over_uses
     heads = [f"N = {c.uses}" if many else f"{c.depth} layers" for c in first]
-    yield f"| framework | G | way | {' | '.join(heads)} |"
+    yield f"| framework | G | method | {' | '.join(heads)} |"
     yield "|---" * (3 + len(heads)) + "|"
     for framework in CHECKPOINT:
         for model in MODELS:
@@ -530,7 +530,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
     own = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} {own}"  # read when it is first used
+        f"{os.environ.get('XLA_FLAGS', '')} {own}"  # JAX reads XLA_FLAGS at first use
     )
 
 

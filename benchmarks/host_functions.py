@@ -1,8 +1,8 @@
 """Measures the overhead of host functions over a Function around .numpy(), and pure_callback.
 
-Each row runs its variants in turn and reports the minimum processor time of each variant, and the
-ratio to the first variant. Processor time includes the threads that run callbacks. The minimum is
-least affected by other processes. PyTorch's rows run before JAX is imported.
+The variants of a row run in turn. The table contains the minimum processor time of each variant,
+and the ratio to the first variant. Processor time includes the threads that run callbacks. The
+minimum is least affected by other processes. PyTorch's rows run before JAX is imported.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
         "without vmap, forward mode, second derivatives and checks, and jax.pure_callback with "
         "jax.custom_vjp around it.",
         "",
-        "| what | variant | microseconds | times by hand |",
+        "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",
     ]
     for variants_of in (in_torch, in_jax):

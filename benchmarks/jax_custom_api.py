@@ -83,13 +83,13 @@ REASONS = {
 
 
 class _StandIn:
-    """One of the two decorators, with one rule for each set of arguments that contain arrays.
+    """Replaces `custom_jvp` or `custom_vjp`, with one rule per set of arguments with arrays.
 
     Attributes:
         fun: The function.
-        names: The names of its parameters, if they are known.
+        names: The parameter names of `fun` if it has nondiff arguments, else empty.
         apart: The positions in `nondiff_argnums`.
-        given: The user's rule: None, or (functions, options).
+        given: The user's rule as (functions, options), or None before the rule is defined.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ def _run(path: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """Writes the tests that pass, and the tests that do not, with the reasons."""
+    """Writes the tests that pass, and the tests that fail with the reasons."""
     skipped = [n for n, o in outcomes.items() if o == "skipped"]
     passed = [n for n, o in outcomes.items() if o == "passed"]
     rest = [n for n in outcomes if n not in {*skipped, *passed}]

@@ -10,7 +10,8 @@ that it compiled for new functions (measured by tests/house/test_leaks.py).
 
 A run measures the operators in the order of their cost, each for at most --seconds, and stores the
 results in out/leaks.jsonl, so an interrupted run can be continued. A second process with
---costly-first can start at the other end. With --report, the program only writes results/leaks.md.
+--costly-first can start with the most expensive operators. With --report, the program only writes
+results/leaks.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COUNTS = ("objects", "bytes of arrays", "entries of caches", "compiled programs"
 
 @dataclass(frozen=True)
 class Run:
-    """Many calls of one operator: their cost, and the counts before and after the calls."""
+    """The time per call of one operator, and the counts before and after many calls."""
 
     backend: str
     version: str
@@ -93,7 +94,7 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
         new = {k: after[k] - before[k] for k in more}
         more = {k: min(n, new[k] / calls) for k, n in more.items() if new[k] >= 3}
         if not more:
-            break  # growth before this was a warm-up
+            break  # earlier growth came from warm-up
     return more
 
 
@@ -238,7 +239,7 @@ def main() -> None:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Returns the uses that were not yet measured with this number of calls."""
+    """Measures the uses that were not yet measured with this number of calls."""
     backend, calls = options.backend, options.calls
     gt = importlib.import_module(f"gradtools.{backend}")
     if backend == "jax":
@@ -249,7 +250,7 @@ def measure_all(options: argparse.Namespace) -> None:
     uses = by_cost([u for u in uses if not measured_already(u, backend, calls)], gt, backend)
     for use in reversed(uses) if options.costly_first else uses:
         if measured_already(use, backend, calls, options.name_once):
-            continue  # measured by the process from the other end
+            continue  # measured by a second process
         part = square if options.square else None
         run = measured(use, backend, gt, calls, options.seconds, part)
         print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)

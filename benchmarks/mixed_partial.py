@@ -116,7 +116,7 @@ def main() -> None:
         f"G has layers of width {WIDTH}; the batch is {BATCH}, in float32. Times are medians over "
         f"{ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
-        "| framework | depth of G | way | memory, MB | ms | times double backward |",
+        "| framework | depth of G | method | memory, MB | ms | times double backward |",
         "|---|---|---|---|---|---|",
         *(line for depth in DEPTHS for line in measured(depth)),
     ]

@@ -1,7 +1,7 @@
 """Measures the overhead of gradtools over plain framework code.
 
-Each row times its variants in turn and reports the median of each variant, and the median of the
-paired ratios to the first variant.
+The variants of a row are timed in turn. The table contains the median of each variant, and the
+median of the paired ratios to the first variant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 class _Reverse(torch.autograd.Function):
-    """A hand-written reversal with the same features: both modes, vmap, torch.func."""
+    """A hand-written gradient reversal that supports both modes, vmap and torch.func."""
 
     @staticmethod
     def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def main() -> None:
         "",
         f"Times are CPU microseconds: medians over {ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
-        "| what | variant | microseconds | times by hand |",
+        "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",
     ]
     for size in (8, 64, 512):

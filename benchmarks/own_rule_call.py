@@ -67,7 +67,7 @@ def main() -> None:
         f"processor times over {ROUNDS} interleaved rounds of {CALLS} calls. Ratios are relative "
         "to the first variant of each kind; the first two variants have no forward mode.",
         "",
-        "| what | variant | microseconds | times by hand |",
+        "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",
     ]
     for name, variants in what.items():

@@ -1,8 +1,8 @@
 """Compares custom rules with the same formulas written for one framework.
 
-Each row times its variants in turn and reports the minimum of each variant, and the ratio to the
-first variant. The rule is the derivative of exp, which saves its output. At small sizes, the time
-is mostly overhead.
+The variants of a row are timed in turn. The table contains the minimum of each variant, and the
+ratio to the first variant. The rule is the derivative of exp, which saves its output. At small
+sizes, the time is mostly overhead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES, ROUNDS, CALLS = (8, 64, 256, 1024), 30, 10
 
 
 class _Exp(torch.autograd.Function):
-    """A common implementation with reverse mode only."""
+    """Implements exp in the most common form, which supports reverse mode only."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Exp(torch.autograd.Function):
 
 
 class _ExpInTwoSteps(torch.autograd.Function):
-    """Reverse mode only, with `setup_context`, as PyTorch's documentation recommends."""
+    """Implements exp with `setup_context`, as PyTorch's documentation recommends."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _ExpInTwoSteps(torch.autograd.Function):
 
 
 class _ExpBothModes(torch.autograd.Function):
-    """Has the features of a custom rule: both modes, vmap, torch.func."""
+    """Implements exp with the features of a custom rule: both modes, vmap, torch.func."""
 
     generate_vmap_rule = True
 
@@ -223,7 +223,7 @@ def main() -> None:
         f"rounds of {CALLS} calls. The hand-written code is a torch.autograd.Function and a "
         "jax.custom_vjp. For host functions, see host_functions.md.",
         "",
-        "| what | variant | microseconds | times by hand |",
+        "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",
     ]
     for name, variants in WHAT.items():

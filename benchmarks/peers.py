@@ -46,7 +46,7 @@ from tests.support.costs import cost
 Way = Callable[[], Any]
 ROUNDS, LENGTH, PEERS = 5, 1024, ("asdex", "higher", "torchopt")
 RANKS, STEPS = 2, ((0, 3), (3, 8), (8, 10))  # rows of each rank's steps
-HEAD = "| framework | work | way | MFLOP | peak MB | time |\n|---|---|---|---|---|---|"
+HEAD = "| framework | work | method | MFLOP | peak MB | time |\n|---|---|---|---|---|---|"
 torch.set_num_threads(1)
 
 
@@ -167,7 +167,7 @@ def means() -> Iterator[str]:
         found = jax.vmap(means_in_jax, axis_name="rank")(jnp.asarray(x), jnp.asarray(there))
         found = {name: np.asarray(g)[0] for name, g in found.items()}
     off = lambda g: np.linalg.norm(g - exact) / np.linalg.norm(exact)
-    yield "| framework | way, two ranks of three unequal steps | off by |\n|---|---|---|"
+    yield "| framework | method, two ranks of three unequal steps | off by |\n|---|---|---|"
     for name, g in means_in_torch().items():
         yield f"| PyTorch | {name} | {off(g):.1e} |"
     for name, g in found.items():

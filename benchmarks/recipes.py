@@ -38,7 +38,7 @@ Page = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """A method to compute the step of a page.
+    """A method that computes the training step of a page.
 
     Attributes:
         step: Maps the program's namespace to the step and its arguments.
@@ -205,7 +205,7 @@ def measured(name: str, backend: str, way: str) -> dict[str, float]:
         compiled = jax.jit(step).lower(*args).compile()
         run = lambda: jax.block_until_ready(compiled(*args))
     else:
-        run()  # imports of the first call
+        run()  # the first call imports modules
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = kilobytes("VmRSS"), time.process_time()
@@ -235,7 +235,7 @@ def apart(*row: str) -> dict[str, float]:
 def table(name: str) -> Iterator[str]:
     yield HEAD
     for backend, shown in BACKENDS.items():
-        if backend == "jax" and EITHER not in programs(name)[0]:  # the program is PyTorch's
+        if backend == "jax" and EITHER not in programs(name)[0]:  # a PyTorch program
             continue
         first: dict[str, float] = {}
         for k, way in enumerate(PAGES[name]):

@@ -1,4 +1,4 @@
-"""The rows of steps.py: some work, compared with a peer or as an absolute figure."""
+"""The rows of steps.py, each with a figure that is relative to a peer or absolute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNS = 11
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """A row of the table in results/steps.md.
 
     Attributes:
         work: The name of the work.

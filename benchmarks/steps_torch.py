@@ -223,7 +223,7 @@ def recomputed() -> Iterator[Row]:
     peer = "two passes by hand"
     yield Row("`chunked`, MLP of 64, 256 chunks of 1", peer, "2.8", 1.3, *both(net, xs, 1))
     yield Row("the same, 16 chunks of 16", peer, "2.56", 1.3, *both(net, xs, 16))
-    from transformers import BertConfig, BertModel  # which takes its time
+    from transformers import BertConfig, BertModel  # a slow import
 
     config = BertConfig(
         vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -565,7 +565,7 @@ def private() -> Iterator[Row]:
     apply, params, state = gt.make_functional(net)
     each = gt.per_example_grad(lambda p, x: loss(lambda x: apply(p, state, x)[0], x))
 
-    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # its end frees the gradients
+    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # returning frees the gradients
         grads = each(params, x)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
         factors = 1.0 / norms.clamp(min=1.0)
@@ -613,7 +613,7 @@ def reading() -> Iterator[Row]:
     f = lambda p, x: loss(lambda x: apply(p, state, x)[0], x)
 
     def timed(run: Run, small: Run) -> float:
-        small()  # which imports what it needs
+        small()  # imports modules
         start = time.process_time()
         run()
         return time.process_time() - start
@@ -666,7 +666,7 @@ PARTS = (small, jacobians, modules, chunks, recomputed, edits, rules, second_ord
 
 
 def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
-    """Yields functions that run n leaves, chunks, rules or nested operators, and their numbers."""
+    """Yields functions that run n leaves, chunks, rules or nested operators, and values of n."""
     rule = gt.custom_rule(torch.sin)
     rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (ct * torch.cos(x),))
     x = torch.randn(512, 4)
@@ -723,7 +723,7 @@ def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
         ("rules in one program", of_rules, (1, 3, 30, 300)),
     ):
         yield name, of, dict(zip(counts, counts, strict=True))
-    # Level k of n runs once, and once more for each level around it, itself included.
+    # Level k of n runs 1 + k times: once, and once more for level k and each enclosing level.
     runs = {n: n + n * (n + 1) // 2 for n in range(1, 5)}
     yield "runs of `checkpoint` in `checkpoint`, by depth", nested, runs
     for name, of in (("`grad` in `grad`", inside), ("`vmap` in `vmap`", mapped)):

@@ -29,7 +29,7 @@ import gradtools.jax as gj
 import gradtools.torch as gt
 from tests.support.live_bytes import peak_bytes
 
-one_thread()  # before the examples set XLA's flags
+one_thread()  # before the imported examples set XLA_FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
@@ -71,7 +71,7 @@ def batch() -> list[np.ndarray]:
 
 
 class Towers:
-    """The example's module, and its step with each method."""
+    """The example's module, and a training step of this module with each method."""
 
     def __init__(self) -> None:
         self.model, self.encode = minilm.torch_encoder()
@@ -231,7 +231,7 @@ def main() -> None:
     loss, exact = towers.exact()
     found = measured(towers)
     packages = ("torch", "jax", "flax", "sentence-transformers")
-    heads = ["framework", "precision", "way", "loss", "gradient from the plain step's"]
+    heads = ["framework", "precision", "method", "loss", "gradient from the plain step's"]
     heads += ["from float64's", "peak, MB", "s"]
     lines = [
         f"# Two towers in each precision, {datetime.date.today()}, "
@@ -240,8 +240,9 @@ def main() -> None:
         "",
         f"One step of examples/u06 runs MiniLM on {BATCH} queries and {BATCH} documents of "
         f"{LENGTH} tokens in chunks of {CHUNK}, without dropout, on one CPU thread. In PyTorch the "
-        "whole step, including the backward pass, runs under `torch.autocast`; in some rows only "
-        "the loss does. float16 uses a GradScaler. In JAX the float32 parameters are cast in f. "
+        "whole step, including the backward pass, runs under `torch.autocast`; in some rows, only "
+        "the loss runs under `torch.autocast`. float16 uses a GradScaler. In JAX the float32 "
+        "parameters are cast in f. "
         f"The loss in float64 is {loss:.6f}.",
         "",
         *table(heads),

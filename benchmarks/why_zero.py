@@ -1,8 +1,8 @@
 """Compares the time of `why_zero` on a transformer of twelve layers with a forward pass.
 
-Each row runs in a new process and measures the first call of `why_zero` and the median of later
-calls, and the same for the forward pass. In the dead model the last layer is constant, so no leaf
-has a gradient, and `why_zero` reports the cause.
+Each row is measured in a new process: the first call of `why_zero`, the median of later calls, and
+both times for the forward pass. In the dead model the last layer is constant, so no leaf has a
+gradient, and `why_zero` reports the cause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds the native code of the examples once, at run time.
 
 The libraries are cached in the user's cache folder under a hash of the source and the tools. Each
-file is moved to this folder in one step, so interrupted and concurrent builds are safe.
+library is moved to the cache folder in one step, so interrupted and concurrent builds are safe.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ SOURCES = Path(__file__).parent / "native"
 
 
 class NoCompiler(Exception):
-    """Raised if no compiler or a required package is installed; the text says how to install it."""
+    """Raised if a compiler or a required package is missing; the text says how to install it."""
 
 
 def c_library(name):
     """Builds the shared library of native/NAME.c with the system's C compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
-        raise NoCompiler("no C compiler: install one, or name it in the variable CC")
+        raise NoCompiler("no C compiler: install gcc or clang, or set the variable CC")
 
     def build(source, folder):
         library = folder / f"{name}.so"
@@ -38,7 +38,7 @@ def torch_extension(name, sources=SOURCES):
     """Builds the shared library of SOURCES/NAME.cpp as an extension of PyTorch."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise NoCompiler("no C++ compiler: install one, or name it in the variable CXX")
+        raise NoCompiler("no C++ compiler: install g++ or clang++, or set the variable CXX")
     try:
         import torch
     except ImportError:

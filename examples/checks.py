@@ -1,4 +1,4 @@
-"""Checks shared by several examples: the derivatives of a custom rule and the memory of a step."""
+"""Checks shared by several examples: derivatives of a custom rule, memory of a training step."""
 
 import weakref
 
@@ -12,18 +12,18 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
     """Compares value, gradient, Hessian products, vmap and compiled code of f with a reference.
 
     Args:
-        gt: The backend's functions.
+        gt: The module `gradtools.torch` or `gradtools.jax`.
         backend: The backend's name.
         f: Maps a vector to a number.
-        x: The point, a NumPy array.
+        x: The NumPy array at which f is checked.
         t: The direction of the Hessian products, a NumPy array.
-        by_hand: (f(x), its gradient, its Hessian times t). If None, the reference is computed by
-            central differences of f and of its gradient.
+        by_hand: The expected f(x), gradient, and Hessian times t. If None, the reference is
+            computed by central differences of f and of its gradient.
         forward_twice: Whether forward mode over forward mode is supported.
         tolerance: The tolerance for `by_hand`; central differences have a separate tolerance.
 
     Returns:
-        The value, the gradient and the Hessian product.
+        The computed value, gradient and Hessian product of f.
     """
     at, along = gt.asarray(x), gt.asarray(t)
     value, gradient = (flat(gt, part) for part in gt.value_and_grad(f)(at))
@@ -120,7 +120,7 @@ def listed(found):
 
 
 def compiled_bytes(step, *args):
-    """Returns the temporary bytes of a program that JAX compiles without running it."""
+    """Compiles a JAX program without running it and returns its temporary memory in bytes."""
     import jax
 
     return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes

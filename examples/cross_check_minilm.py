@@ -52,7 +52,7 @@ def read_safetensors(path):
 
 
 def tokenize(text, vocabulary):
-    """Applies WordPiece: lower case, separate punctuation, then the longest known pieces."""
+    """Tokenizes lower-case text with WordPiece: splits off punctuation, takes longest pieces."""
     text = unicodedata.normalize("NFD", text.lower())
     pieces = ["[CLS]"]
     for word in re.findall(r"\w+|[^\w\s]", text):

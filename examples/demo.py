@@ -3,8 +3,8 @@
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
 A network is trained on clean, labeled digits and tested on rotated, noisy, partly inverted digits.
-The labels of the latter are not used in training. A second head classifies the domain. Its gradient
-is reversed before it reaches the features, so that the features of both domains become
+The labels of the rotated digits are not used in training. A second head classifies the domain. The
+gradient of the domain loss is reversed at the features, so that the features of both domains become
 indistinguishable (Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
 
     L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
@@ -30,8 +30,8 @@ import numpy as np
 
 STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
-WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer
-FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # parameters of each part
+WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer.
+FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # Parameters of each part.
 REVERSED, PLAIN = "with reverse_gradient", "without gradtools"
 OPENING = """\
 Domain-adversarial training on 1,797 digits: 750 clean digits with labels, 750 rotated, noisy and
@@ -48,8 +48,8 @@ class Domains:
 
     source: Array
     source_labels: Array  # one-hot
-    target: Array  # unlabeled
-    held_out: Array  # images of the target domain
+    target: Array  # Unlabeled.
+    held_out: Array  # Images of the target domain.
     held_out_labels: Array
 
 
@@ -70,9 +70,9 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """Shifts to the target domain: rotates by 20 to 40 degrees, inverts by a tenth, adds noise.
+    """Maps images to the target domain: rotates by 20 to 40 degrees, inverts a tenth, adds noise.
 
-    With full inversion, reversal would align the domains with exchanged classes.
+    With full inversion, gradient reversal would align the domains with exchanged classes.
     """
     from scipy.ndimage import rotate
 
@@ -134,7 +134,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients of the features and of the heads by two evaluations."""
+        """Computes the gradients of features and heads with two evaluations of the loss."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
@@ -223,16 +223,16 @@ class Training:
 
     seed: int
     reverses: bool
-    accuracy: list[list[float]]  # the accuracy of each side, in percent, at every measurement
-    losses: list[float]  # relative differences between the sides
+    accuracy: list[list[float]]  # Accuracy of each side in percent.
+    losses: list[float]  # Relative differences between the sides.
     gradients: list[float]
-    plain: list[float]  # differences from the plain gradients
+    plain: list[float]  # Differences from gradients by two evaluations.
     evaluations: Counter[str]
 
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records the differences between the backends' steps, and from the plain gradients."""
+        """Records relative differences between backends, and from the plain gradients."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -271,7 +271,7 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
 def train_all(
     sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
 ) -> list[Training]:
-    """Trains without and then with reversal for every seed."""
+    """Trains without and then with gradient reversal for every seed."""
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(side.working())

@@ -3,7 +3,7 @@
     python examples/keep.py [NAME ...]    # all examples take about ten minutes
 
 `tests/examples/test_examples.py` runs the examples and compares their output with the stored
-output, except for its numbers.
+output, ignoring numbers.
 """
 
 import os

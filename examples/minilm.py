@@ -138,7 +138,7 @@ class Place:
         path: The parameter's path.
         layer: The array's index in the stack, if it belongs to a layer.
         shape: The shape in flax, if it differs from the transposed kernel's or the array's shape.
-        flat: The shape before a kernel is transposed, if it differs.
+        flat: The shape before a kernel is transposed, if this shape differs from the array's shape.
     """
 
     path: tuple[str, ...]

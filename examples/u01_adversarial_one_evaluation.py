@@ -1,9 +1,10 @@
 """Computes the gradients of f with respect to y and of -f with respect to x in one evaluation.
 
 x = g(z) and y = g(w) are features that an encoder g computes with shared parameters: w are real
-images of digits, and z are the same images with noise. f measures the distance of the features. In
-adversarial training x maximizes f and y minimizes f. Without gradtools, f is evaluated twice, with
-a stopped gradient in each evaluation. ``reverse_gradient(x)`` needs only one evaluation.
+images of digits, and z are the same images with noise. f measures the distance between the features
+x and y. In adversarial training x maximizes f and y minimizes f. Without gradtools, f is evaluated
+twice, with a stopped gradient in each evaluation. ``reverse_gradient(x)`` needs only one
+evaluation.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A and B minimize and C maximizes one cost, with one forward and one backward pass per step.
+"""Trains A and B to minimize and C to maximize one cost, in one forward and backward pass.
 
 The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` negates the
 gradient of C, so every player descends and ordinary optimizers work: one Adam optimizer for A and

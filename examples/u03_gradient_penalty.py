@@ -84,7 +84,7 @@ def slope_norms(gt, slopes, w, x):
 
 
 def no_help(gt, backend):
-    """Measures the memory of a penalty's gradient around 16 layers, with and without frozen."""
+    """Measures the memory for the gradient of a penalty on 16 layers, with and without frozen."""
     w, x = network(gt, 2, *[64] * 15, 1), gt.asarray(draws(0)["real"])
 
     def gradient_of_penalty(critic):
@@ -123,7 +123,7 @@ def apply(gt, w, x):
 
 
 def draws(seed):
-    """Draws samples of eight Gaussians on a circle, noise for the generator, mixing weights."""
+    """Draws samples of eight Gaussians on a circle, generator noise, and mixing weights."""
     rng = np.random.default_rng(seed)
     angle = rng.integers(8, size=POINTS) * np.pi / 4
     circle = np.stack([np.cos(angle), np.sin(angle)], axis=1)

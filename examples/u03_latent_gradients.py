@@ -26,13 +26,13 @@ from sklearn.datasets import load_digits
 
 QUICK = "--quick" in sys.argv
 OUT = Path(__file__).parents[1] / "out"
-CODE, CHANNELS = 8, 16  # sizes of the decoder
-TRAINING = 150 if QUICK else 500  # training steps of the decoder
-GROUP, NOISE = 8, 0.7  # codes in each z_i
+CODE, CHANNELS = 8, 16  # Sizes of the decoder.
+TRAINING = 150 if QUICK else 500  # Training steps of the decoder.
+GROUP, NOISE = 8, 0.7  # Codes in each z_i.
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
-DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # depths and width of the layers
-BYTES = {}  # measurements for the picture: lists by (x axis, backend, method)
+DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Depths and width of the layers.
+BYTES = {}  # Measurements for the picture: lists by (x axis, backend, method).
 
 
 def show(gt, backend):
@@ -123,7 +123,7 @@ def found_own(gt, G, y, noisy, codes):
 
 
 def decoder(gt, weights, z):
-    """Decodes codes to 8 x 8 images: 2 x 2, enlarged twice, with a convolution each time."""
+    """Decodes codes to 2 x 2 images, and enlarges them to 8 x 8 by two convolutional layers."""
     xp = gt.xp
     x = xp.reshape(xp.tanh(z @ weights["dense"]), (-1, CHANNELS, 2, 2))
     for name in ("conv1", "conv2"):
@@ -338,7 +338,7 @@ def compiled(gt, program):
 
 
 def progress(steps, what):
-    """Yields the steps, with a progress bar on a terminal."""
+    """Yields the step numbers and shows a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm

@@ -1,9 +1,10 @@
 """Compiles a C kernel, calls it through ctypes, and differentiates it with its adjoint kernel.
 
-The recurrence y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer. In
-C it is a loop. The backward pass needs the transpose, which is the reversed loop. The rule of each
-kernel calls the other kernel, so derivatives of every order exist. Newton's method estimates how
-the loss of a leaky reservoir depends on the temperature, from measurements of its level.
+The recurrence y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer.
+The C kernel computes the recurrence in a loop. The backward pass applies the transposed recurrence,
+which is the same loop in reverse order. The rule of each kernel calls the other kernel, so
+derivatives of every order exist. Newton's method estimates how the loss of a leaky reservoir
+depends on the temperature, from measurements of its level.
 """
 
 import ctypes

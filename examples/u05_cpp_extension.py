@@ -1,6 +1,6 @@
 """Calls a C++ kernel, which is built as a PyTorch extension, from PyTorch and from JAX.
 
-Soft dynamic time warping is a distance between two signals that ignores changes of their speed. The
+Soft dynamic time warping is a distance between two signals that ignores changes in speed. The
 extension computes the value, its gradient, and the product of its Hessian with a direction. These
 three kernels (value, vjp and double backward) suffice for every second derivative except forward
 over forward. A trust-region method then fits the position, width and height of a bump to three
@@ -20,7 +20,7 @@ GAMMA, POINTS = 0.1, 24
 
 
 def soft_dtw(gt):
-    """Maps a table of costs to the softened cost of its best path, differentiable twice."""
+    """Maps a cost matrix to the soft minimum of its paths' costs, twice differentiable."""
     torch_extension("soft_dtw")
     import torch
 

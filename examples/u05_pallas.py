@@ -1,9 +1,10 @@
 """Defines the derivative of a Pallas kernel in JAX and of a custom op in PyTorch.
 
-log(sum(exp(row))) and its softmax are fused kernels. In JAX they are Pallas kernels, which run in
-interpreted mode on every processor. In PyTorch they are a ``torch.library.custom_op``, which may
-call a Triton or CUDA kernel. Neither framework differentiates these kernels in reverse mode. A
-``gt.custom_rule`` around the kernel supports every order and mode.
+log(sum(exp(row))) and its softmax are fused kernels. In JAX, both functions are Pallas kernels,
+which run in interpreted mode on every processor. In PyTorch, each function is a
+``torch.library.custom_op``, which may call a Triton or CUDA kernel. Neither framework
+differentiates these kernels in reverse mode. A ``gt.custom_rule`` around the kernel supports every
+order and mode.
 """
 
 import numpy as np

@@ -3,8 +3,8 @@
 x solves A x = b with a sparse A, given by its values, rows and columns. With the cotangent c of x,
 lambda solves A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value at (i, j)
 is -lambda_i x_j; dx solves A dx = db - dA x. A^T is A with exchanged rows and columns, so both
-rules use the solver itself and are valid at any order. The program estimates k in -div(k grad u) =
-f, on a square with cold walls, from u, by a trust-region method with Hessian products.
+rules use the solver itself and are valid at any order. On a square with cold walls, the program
+estimates k in -div(k grad u) = f from u, by a trust-region method with Hessian products.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ def sparse_solver(gt, backend):
 
 
 def added(backend, x, places, values):
-    """Returns x with the values added at the given places."""
+    """Returns x with the values added at the given indices."""
     return x.index_add(0, places, values) if backend == "torch" else x.at[places].add(values)
 
 
@@ -100,7 +100,7 @@ def show(gt, backend):
 
 
 def edges():
-    """Returns both ends of each edge within the square, and the node at each edge to a wall."""
+    """Returns the two nodes of each inner edge, and the node of each edge to a wall."""
     node = np.arange(SIDE**2).reshape(SIDE, SIDE)
     first = np.concatenate([node[:, :-1].ravel(), node[:-1].ravel()])
     second = np.concatenate([node[:, 1:].ravel(), node[1:].ravel()])

@@ -89,7 +89,7 @@ def exact_gradient(side, batch):
 
 
 def by_layer(gradient):
-    """Returns one vector per layer; the gradient of a single array may be only rounding error."""
+    """Returns one vector per layer, since the gradient of a single array may be rounding error."""
     found = {}
     for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
@@ -113,7 +113,7 @@ def recall(side, batch):
 
 
 def progress(steps):
-    """Yields the steps, with a progress bar on a terminal."""
+    """Yields the step numbers and shows a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm
@@ -267,7 +267,7 @@ class _Jax:
         return self.compiled(batch, chunk_size).memory_analysis().temp_size_in_bytes
 
     def single_precision(self):
-        """Returns a context with JAX's default precision; the examples run in double precision."""
+        """Returns a context manager for JAX's default precision (examples use double precision)."""
         return self.jax.enable_x64(False)
 
     def scale(self):

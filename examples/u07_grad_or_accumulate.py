@@ -58,7 +58,7 @@ def show(gt, backend):
 
 
 def in_small(gt, buffers):
-    """Uses y = x1^2 + 5 x2 at (3, 1), where the gradients are (6, 5)."""
+    """Compares both interfaces for y = x1^2 + 5 x2 at (3, 1), where the gradients are (6, 5)."""
     x, read, accumulate = buffers(
         gt, {"x1": gt.asarray(np.float64(3)), "x2": gt.asarray(np.float64(1))}
     )
@@ -87,7 +87,7 @@ def buffers_torch(gt, params):
 
 
 def buffers_jax(gt, params):
-    """Uses a buffer that is passed and returned as a value."""
+    """Uses a buffer that is passed and returned as an array."""
     buffer = {name: 0 * x for name, x in params.items()}
     read = lambda name: gt.to_numpy(buffer[name])
     return params, read, lambda grads: buffer.update(gt.accumulate_gradients(buffer, grads))

@@ -1,9 +1,10 @@
 """Prints automatic derivatives as mathematics, and compares them with a derivation by hand.
 
 The program prints the derivatives of square, exp, sinh and cube to second order, and draws their
-backward passes. It prints the gradients of a complex affine layer, with complex arrays and with
-their real and imaginary parts. Finally it checks a hand-written backward pass of a convolutional
-network with `agrees_with`, which names the first entry that differs. Pictures are written to out/.
+backward passes. The program also prints the gradients of a complex affine layer, with complex
+arrays and with their real and imaginary parts. Finally, the program checks a hand-written backward
+pass of a convolutional network with `agrees_with`, which names the first entry that differs.
+Pictures are written to out/.
 """
 
 from pathlib import Path
@@ -185,7 +186,7 @@ def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
 
 
 def correlated(X, K):
-    """Sums X[n, i, y + a, x + b] K[o, i, a, b] over channels and taps."""
+    """Convolves: sums X[n, i, y + a, x + b] K[o, i, a, b] over i, a and b."""
     windows = np.lib.stride_tricks.sliding_window_view(X, K.shape[2:], (2, 3))
     return np.einsum("niyxab,oiab->noyx", windows, K)
 

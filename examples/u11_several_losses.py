@@ -3,8 +3,8 @@
 A model that predicts the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each
 chunk's loss is the mean over its letters, so its weight is its number of letters. With these
 weights a ``GradientAccumulator`` returns the gradient of the mean over all letters; with equal
-weights it does not. ``microbatched_value_and_grad`` computes the same gradient in one call, with a
-weight for each sentence.
+weights, the gradient is wrong. ``microbatched_value_and_grad`` computes the same gradient in one
+call, with a weight for each sentence.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def show(gt, backend):
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
     def padded_misfit(W, here, after, there):
-        """Returns the mean for padded sentences of one length; `there` is 0 after their ends."""
+        """Returns the same mean for padded sentences; the mask `there` is 0 at padding."""
         logits = here @ W
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)

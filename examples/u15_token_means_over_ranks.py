@@ -1,10 +1,10 @@
 """Computes the gradient of the mean over all tokens for ranks and chunks with unequal token counts.
 
-Two ranks accumulate over three chunks each, and one chunk contains only padding. The mean of the
-chunks' means differs from the mean over tokens. The mean over ranks of each rank's token mean,
-which DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the sum
-over ranks and chunks by the number of all tokens. In PyTorch the ranks are two processes; in JAX
-they are an axis of ``vmap``.
+Two ranks accumulate over three chunks each, and one chunk contains only padding. The mean of all
+chunk means differs from the mean over tokens. The mean over ranks of each rank's token mean, which
+DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the sum over
+ranks and chunks by the number of all tokens. In PyTorch the ranks are two processes; in JAX they
+are an axis of ``vmap``.
 """
 
 import multiprocessing

@@ -45,7 +45,7 @@ def show(gt, backend):
 
 
 def to_scipy(gt, J, backend):
-    """Converts the framework's own sparse form to SciPy's."""
+    """Converts a sparse array of the framework to a SciPy sparse array."""
     if backend == "torch":
         J = J.coalesce()
         values, (rows, columns) = J.values(), gt.to_numpy(J.indices())

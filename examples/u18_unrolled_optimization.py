@@ -1,8 +1,8 @@
 """Differentiates through the steps of an optimizer, storing only the parameters of each step.
 
 A network is trained for some steps on examples, and a fifth of the examples have the wrong sign.
-The outer loss is the loss of clean examples after the last step. Its gradient with respect to the
-example weights and the step size is propagated through all steps. With
+The outer loss is the loss of clean examples after the last step. The gradient of the outer loss
+with respect to the example weights and the step size is propagated through all steps. With
 ``mode="forward_over_reverse"`` the inner gradient keeps only the parameters and the gradient of
 each step; double backward also keeps the activations.
 """
@@ -95,7 +95,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """Repeats the step; in JAX in a scan, since XLA eliminates recomputation in unrolled loops."""
+    """Repeats the step (in JAX with scan, since XLA eliminates recomputation in unrolled loops)."""
 
     def run(layers, *args):
         if backend == "torch":

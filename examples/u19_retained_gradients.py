@@ -1,4 +1,4 @@
-"""Shows where gradients vanish in a recurrent network, by gradients at intermediate values.
+"""Shows where gradients vanish in a recurrent network, with gradients at intermediate values.
 
 A network of 30 steps marks its state in each step. The norms of the retained gradients show how far
 the gradient of the loss propagates. Gradients times values attribute the output to the steps

@@ -2,9 +2,9 @@
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. These
-derivatives are bridged, too, so both modes can be mixed at any order. Only this package imports
-both frameworks.
+A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. The
+derivatives are bridged functions as well, so both modes can be mixed at any order. Only this
+package imports both frameworks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     """Converts a PyTorch function or module to a differentiable JAX function.
 
     The result supports both modes of differentiation in any order, jit, vmap, scan and checkpoint.
-    Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
-    host callback, and arrays are copied through the host's memory. f must be a pure function of its
+    Outside of jit, f is called directly on the memory of its arguments; in a traced program f runs
+    as a host callback, and arrays are copied through host memory. f must be a pure function of its
     arguments, because each derivative calls it again; the arrays that it captures are constants.
     In-place writes to an argument do not change the JAX array.
 
@@ -55,14 +55,15 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     Returns:
         A function of JAX arrays. For a module `(apply, params, state)`, with
         `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as from
-        `gradtools.torch.make_functional`: params and state are dicts of JAX arrays by the module's
-        names, copied from it; `key` is a JAX key. Without x64, integers of the state have 32 bits.
+        `gradtools.torch.make_functional`: params and state are dicts of JAX arrays, copied from the
+        module and keyed by its names; `key` is a JAX key. Without x64, 64-bit integers in the state
+        become 32-bit integers.
 
     Raises:
         GradtoolsError: f is not a function. (When called) f draws from PyTorch's global generator;
-            a result has a 64-bit dtype and x64 is off; in a traced program, its shapes cannot be
-            inferred and `out` is None, or differ from `out`. Under jit JAX's error contains the
-            text.
+            a result has a 64-bit dtype and x64 is off; in a traced program, the result's shapes
+            cannot be inferred and `out` is None, or the shapes differ from `out`. Under jit, JAX
+            raises its own error, which contains this error's text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -108,12 +109,12 @@ def to_torch(
     Returns:
         A function of tensors. For a model, an `nn.Module`: its parameters are copies of the model's
         floating arrays, by the model's names; its buffers are the model's state. `train()` and
-        `eval()` select the model's mode, if it has two. In training the buffers are updated with
-        the state, and a missing key is drawn from PyTorch's global generator.
+        `eval()` select the model's mode if the model has two modes. In training the buffers are
+        updated with the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
         GradtoolsError: f is not a function. (When called) a tensor has a 64-bit dtype and x64 is
-            off; f closes over a tracer of JAX; a tensor is sparse.
+            off; f closes over a JAX tracer; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

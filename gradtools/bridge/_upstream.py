@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """Context in which operations run as in a new thread: with gradients, without modes."""
+    """Context manager that runs operations as in a new thread: gradients on, no active modes."""
     keys, c = _keys_of_a_thread(), torch._C
     if torch.is_grad_enabled() and _keys() == keys and not c._len_torch_function_stack():
         yield
@@ -50,7 +50,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 def fake_tensors(**options: Any) -> Any:
-    """Makes a `FakeTensorMode`: operations compute only shapes. The import takes a second."""
+    """Makes a `FakeTensorMode` (operations compute only shapes) after a slow import."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)

@@ -4,10 +4,10 @@ The rule of f calls the guest's `gradtools.vjp` and `jvp`, which are bridged fun
 
     y = f(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-so derivatives of any order exist. Both backends compute J^H y' as the pullback, so nothing is
-conjugated here. If the host's arrays are concrete, f is called directly on the same memory; in a
-traced program it is a host kernel. A derivative evaluates f again, because no graph of the guest
-outlives a call.
+Derivatives of any order are therefore bridged functions. Both backends compute J^H y' as the
+pullback, so nothing is conjugated here. If the host's arrays are concrete, f is called directly on
+the same memory; in a traced program, f runs as a host kernel. Each derivative evaluates f again,
+because the guest's graph is freed after each call.
 
 `torch_guest.py` and `jax_guest.py` implement the two guests.
 """
@@ -41,7 +41,7 @@ class Foreign:
         name: The function's name in messages.
         run: The function of the guest's arrays.
         outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
-        base: The function of which this is a derivative, or the function itself.
+        base: The original function if this function is a derivative, otherwise this function.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Foreign:
         return self._signatures[key]
 
     def applied(self, *xs: Array) -> list[Array]:
-        """Returns the outputs, differentiated by the rule."""
+        """Returns the outputs, with derivatives defined by `rule`."""
         if self.guest.are_plain(xs):
             return self.value(*xs)
         return self.guest.host.apply_rule(self.rule, *xs)
@@ -83,7 +83,7 @@ class Foreign:
 
     @cached_property
     def rule(self) -> Rule:
-        """The function as a rule of the host."""
+        """The function as a custom rule of the host framework."""
 
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
@@ -130,7 +130,7 @@ class Foreign:
         return self._of("vjp", (moving, given), pulled, outs)
 
     def _restricted(self, xs: Sequence[Array], moving: Mask, select: Any) -> tuple[Any, Any]:
-        """Returns the function of the moving inputs to selected outputs, and these inputs."""
+        """Returns the function from moving inputs to selected outputs, and the moving inputs."""
 
         def fun(*at: Array) -> tuple[list[Array], list[Array]]:
             return select(self.run(*replaced_where(xs, moving, at))), []
@@ -139,7 +139,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Maps the function over `depth` batch axes, memoized; `shared` is from `_shared`."""
+        """Maps the function over `depth` batch axes (memoized); `_shared` returns `shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -156,7 +156,7 @@ class Foreign:
 
 @dataclass(eq=False)
 class ForeignSignature:
-    """A foreign function at inputs of these shapes and dtypes.
+    """A foreign function specialized to the shapes and dtypes of its inputs.
 
     Attributes:
         of: The function.
@@ -206,7 +206,7 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        # Drops the broadcast axes; `...` in the index makes a result without axes an array.
+        # Index 0 removes each broadcast axis; `...` keeps a result without axes an array.
         arrays = [
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a
             for a, of in zip(arrays, shared, strict=True)
@@ -263,7 +263,7 @@ class FlatBridged(Foreign):
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
         self.fun = of.fun
-        # The indices of the arguments that fun writes to, and gets as copies; None before a call.
+        # The indices of arguments that fun writes to and receives as copies; None before a call.
         self.written: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # maps shapes to the host's output treedef
         super().__init__(of.guest, of.__name__, self._run, self._outs)

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 
 class JaxGuest:
-    """JAX's implementation of a guest."""
+    """The operations of JAX as the guest framework of a bridged function."""
 
     name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
     backend, host = backend_of("jax"), backend_of("torch")
@@ -55,7 +55,7 @@ class JaxGuest:
             ) from None
 
     def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[ArraySpec, ...]:
-        """Returns the tensors' ArraySpecs. Tensor sizes, as in torch.jit.trace, become fixed."""
+        """Returns the tensors' ArraySpecs. Traced sizes (torch.jit.trace) become constants."""
         shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
         for dtype in dtypes:
@@ -116,7 +116,7 @@ class JaxGuest:
 def _reads_values(name: str, error: Exception) -> GradtoolsError:
     return GradtoolsError(
         f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), which "
-        "have no values while JAX traces it. Use jnp.where or jax.lax.cond, or do not trace it: "
+        "have no values while JAX traces it. Use jnp.where or jax.lax.cond, or do not trace f: "
         "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where only traced programs need "
-        f"out. JAX says: {error}"
+        f"out. JAX's error: {error}"
     )

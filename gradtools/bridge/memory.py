@@ -31,7 +31,7 @@ def refuse_wide(dtype: str, who: str) -> None:
     """Raises an error for a 64-bit dtype that JAX would silently narrow."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
-            f"{who} has dtype {dtype}, which JAX does not support without x64. Enable it: {X64}; "
+            f"{who} has dtype {dtype}, which JAX does not support without x64. Enable x64: {X64}; "
             "or cast to 32 bits."
         )
 

@@ -101,9 +101,9 @@ def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Modul
 class BridgedModule(nn.Module):
     """A JAX model as a PyTorch module; see `gradtools.bridge.to_torch`.
 
-    Its parameters are the model's floating arrays and its buffers the model's state, by the model's
-    names. `forward` takes the model's arguments and a `key`; in training a missing key is drawn
-    from PyTorch's global generator.
+    The module's parameters are the model's floating arrays, and the buffers are the model's state,
+    under the model's names. `forward` takes the model's arguments and a `key`; in training a
+    missing key is drawn from PyTorch's global generator.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class BridgedModule(nn.Module):
 
 
 def _impl(x: Any) -> str | None:
-    """Returns the implementation of a typed key; None for other arrays."""
+    """Returns the PRNG implementation of a typed key; None for other arrays."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return str(jax.random.key_impl(x)) if is_key else None
 

@@ -1,9 +1,9 @@
 """PyTorch as a guest: runs PyTorch functions in a JAX program.
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
-The first call gets copies of its arguments. Later calls get copies of the arguments that the first
-call wrote to; the other arguments share JAX's memory. A function that draws random numbers is
-rejected, because its derivatives would draw other numbers.
+The first call receives copies of all arguments. Later calls receive copies of the arguments that
+the first call wrote to; the other arguments share JAX's memory. A function that draws random
+numbers is rejected, because its derivatives would draw other numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRAY = type(jax.device_put(np.zeros(())))
 
 
 class TorchGuest:
-    """PyTorch's implementation of a guest."""
+    """The operations of PyTorch as the guest framework of a bridged function."""
 
     name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
     backend, host = backend_of("torch"), backend_of("jax")
@@ -45,7 +45,7 @@ class TorchGuest:
     entry = staticmethod(lambda run: run)  # nothing is compiled
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
-        """Returns the arguments, and copies of arguments that the function may write to."""
+        """Returns the arguments, with copies of arguments that the function may write to."""
         return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:
@@ -71,7 +71,7 @@ class TorchGuest:
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Returns whether all arrays are concrete, untraced, and on a device that PyTorch shares.
 
-        Other arrays pass through the host, and results return to their device.
+        Other arrays are copied through host memory, and results are copied back to the device.
         """
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
@@ -99,7 +99,7 @@ class TorchGuest:
             except Exception as error:
                 raise GradtoolsError(
                     f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of "
-                    f"{of.name}'s result, which could not be inferred. Declare them: "
+                    f"{of.name}'s result, which could not be inferred. Declare these: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error

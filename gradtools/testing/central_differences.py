@@ -2,11 +2,12 @@
 
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
-Each entry is perturbed on the scale of its own size. The derivative agrees if it equals the
-difference at one of two steps h. The derivative differs if the gap exceeds the sum of three terms:
-the rounding error, the change between both steps, and the change of the derivative along the
-segment. By the mean value theorem the difference is a mean of the derivative along the segment, so
-the last term covers kinks, ties and coarse steps.
+Each entry of x is perturbed in proportion to its magnitude. The derivative agrees if it equals the
+central difference at one of two step sizes h. The derivative differs if its distance from the
+central difference exceeds the sum of three terms: the rounding error, the difference between the
+two step sizes, and the change of the derivative along the segment. By the mean value theorem, the
+central difference is a mean of the derivative along the segment, so the last term covers kinks,
+ties and large steps.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import numpy as np
 
 @dataclass
 class DerivativeComparison:
-    """Compares a program's derivative with its values at xs, with a new u and v at each comparison.
+    """Compares a program's derivative at xs with central differences along random u and v.
 
     Attributes:
         program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` returns
-            Re<v, J u> and the sum of the moduli of its terms; xs, vs and us are lists of NumPy
-            arrays.
-        slope: The latest derivative along u.
-        difference: The latest difference of the values along u, at the step size `step`.
+            Re<v, J u> and the sum of the absolute values of its terms; xs, vs and us are lists of
+            NumPy arrays.
+        slope: The most recent directional derivative Re<v, J u>.
+        difference: The most recent central difference along u, with step size `step`.
     """
 
     program: Any
@@ -40,8 +41,8 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        The verdict is "differs" if two of three comparisons differ. Between them the point moves a
-        little, away from a kink or tie, unless the derivative is NaN.
+        The verdict is "differs" if two of three comparisons differ. Each comparison uses a slightly
+        different point, away from a kink or tie, unless the derivative is not finite.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
@@ -54,7 +55,7 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares once, along a direction in all arrays, or only in array number `only`."""
+        """Compares along one random direction in all arrays, or in the array with index `only`."""
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]
@@ -77,7 +78,8 @@ class DerivativeComparison:
         rounding = 20 * eps * dot(vs, [np.abs(y) + 1 for y in base])[1] / self.step
         noise = rounding + 10 * abs(differences[0] - differences[1])
         if not np.isfinite(self.slope):
-            # In low precision an infinity may be an overflow, which is inconclusive.
+            # In low precision, an infinite derivative may come from overflow, so the test is
+            # inconclusive.
             gap = abs(self.difference) + 2 * rounding if eps < 1e-4 else 0.0
         else:
             mean = sum(program.slope(end, vs, moved)[0] for end in ends) / 2
@@ -85,9 +87,9 @@ class DerivativeComparison:
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Draws normal numbers scaled by each entry's size (capped), or by the median for zeros.
+        """Draws random tangents scaled by each entry's magnitude (capped), or the median for zeros.
 
-        Entries in which a move of this size would be lost to rounding get larger moves.
+        An entry gets a larger tangent if a perturbation of this size would be lost to rounding.
         """
         made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:
@@ -99,7 +101,7 @@ class DerivativeComparison:
 
 
 def normal(rng: Any, like: Any) -> Any:
-    """Draws normal numbers of an array's shape, complex or Hermitian like the array.
+    """Draws a normal array with the shape of `like`, complex or Hermitian if `like` is.
 
     Derivatives of Cholesky factors, eigenvalues etc. are taken along Hermitian tangents.
     """
@@ -112,7 +114,7 @@ def normal(rng: Any, like: Any) -> Any:
 
 
 def dot(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[float, float]:
-    """Returns Re<x, y> and the sum of the moduli of its terms."""
+    """Returns Re<x, y> and the sum of the absolute values of its terms."""
     with np.errstate(all="ignore"):
         terms = [np.conj(x) * y for x, y in zip(xs, ys, strict=True)]
         return float(sum(t.real.sum() for t in terms)), float(sum(np.abs(t).sum() for t in terms))

@@ -1,4 +1,4 @@
-"""`gradtools check`: runs a dozen small programs on the default device, and compares with NumPy."""
+"""`gradtools check`: compares a dozen small programs on the default device with NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Y, _Z = np.linspace(0.1, 0.6, 12).reshape(3, 4), np.linspace(-0.3, 0.2, 12).res
 
 
 class _Programs:
-    """The programs of one framework: each returns its result and NumPy's result."""
+    """Test programs for one framework; each returns its result and the expected NumPy result."""
 
     def __init__(self, gt: Any) -> None:
         self.gt, self.xp = gt, gt.xp
@@ -114,14 +114,14 @@ PROGRAMS = {k: f for k, f in vars(_Programs).items() if k[0] != "_" and k != "ar
 
 
 def error_of(gt: Any, name: str) -> float:
-    """Returns the largest difference of a program from NumPy, relative to the largest number."""
+    """Returns the largest error of a program's result relative to NumPy's result."""
     found, expected = map(gt._api._backend.flatten, PROGRAMS[name](_Programs(gt)))
     pairs = [(gt.to_numpy(x), np.asarray(y)) for x, y in zip(found[0], expected[0], strict=True)]
     return max(float(np.max(np.abs(x - y)) / max(1.0, np.max(np.abs(y)))) for x, y in pairs)
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the programs. Returns 0 if all agree, 1 if any disagrees, 2 if no framework runs."""
+    """Runs the programs; returns exit code 0 if all agree, 1 if any disagrees, 2 if none runs."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

@@ -1,15 +1,16 @@
-"""`checked`: compares every derivative that gradtools takes in a block with differences of values.
+"""`checked`: compares every derivative that gradtools computes in a block with finite differences.
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-Intended differences are left out: edits are identities on both sides, and a stop that f itself
-executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-other runs. Stops inside of gradtools, custom functions and rules do not keep their value. The same
-comparison of the values inside of f finds the operation at which a wrong derivative begins.
+Intentional differences are excluded: gradient edits are identities on both sides, and a value that
+f itself stops (`stop_gradient`, `detach`, a `no_grad` block) keeps its value from the first run in
+all later runs. Values stopped inside gradtools, custom functions and rules are recomputed in each
+run. The same comparison of f's intermediate values locates the first operation with a wrong
+derivative.
 
 `central_differences` performs the comparison. The modules `checked_mode` of `gradtools.torch` and
-`gradtools.jax` run f at other points. While a context is open, the members of a backend that
-differentiate are replaced on the instance, so operators outside of a context run unchanged.
+`gradtools.jax` run f at other points. While a context is active, the differentiating methods of a
+backend are replaced on the backend instance; operators outside of a context run unchanged.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
-UNSEEN = "stops inside of compiled code or loops, or f reads values"
+UNSEEN = "gradients stopped inside of compiled code or loops, or f reads values"
 NOISY = "inconclusive because of rounding noise"
 _MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 
 
 @dataclass
 class CheckedReport:
-    """The comparisons in a block of `checked`.
+    """The results of the comparisons in a `checked` block.
 
     Attributes:
         compared: The number of derivatives that agree with finite differences.
         skipped: The number of derivatives that were not compared, by reason.
-        notes: Remarks that are not errors, such as a stopped value that leaves the framework.
+        notes: Remarks that are not errors, for example on stopped data that leaves the framework.
     """
 
     compared: int = 0
@@ -57,20 +58,28 @@ class CheckedReport:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"checked: {self.compared} derivatives agree with differences"]
+        lines = [f"checked: {self.compared} derivatives agree with finite differences"]
         lines += [f"  not compared: {n}, {reason}" for reason, n in self.skipped.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 class _CheckedThread(threading.local):
-    """The state of this thread."""
+    """The thread-local state of `checked`.
 
-    report: CheckedReport | None = None  # the report of the innermost context
+    Attributes:
+        report: The report of the innermost context.
+        program: The program that is running at other points, without comparisons.
+        own: Whether gradtools' code runs, rather than f's forward code.
+        taking: Whether gradtools is computing a derivative.
+        native: Whether a derivative that the framework computes at concrete values is compared.
+    """
+
+    report: CheckedReport | None = None
     rng: Any = None
-    program: Any = None  # the program that is running at other points, without comparisons
-    own = False  # whether gradtools' code runs, rather than f's forward code
-    taking = False  # whether a derivative of gradtools is being taken
-    native = False  # whether a derivative that the framework takes at known values is compared
+    program: Any = None
+    own = False
+    taking = False
+    native = False
 
 
 here = _CheckedThread()
@@ -78,7 +87,7 @@ here = _CheckedThread()
 
 @contextmanager
 def set_here(**values: Any) -> Iterator[None]:
-    """Sets attributes of this thread's state."""
+    """Context manager that temporarily sets attributes of the thread-local state."""
     before = {name: getattr(here, name) for name in values}
     vars(here).update(values)
     try:
@@ -104,14 +113,15 @@ class CheckedProgram:
     Attributes:
         half: The framework's `checked_mode` module.
         run: A function that returns f's outputs at the given arrays, without edits.
-        at: A context manager in which f runs; yields the arrays at a point.
-        eps: The coarsest precision that f uses.
-        unseen: The number of operations that contain stops that the check cannot detect.
+        at: A context manager in which f runs; yields f's array arguments at a point.
+        eps: The largest machine epsilon of the dtypes that f uses.
+        unseen: The number of operations with stopped gradients that the check cannot detect.
         notes: Notes for the report.
-        hooks: A sentence on each hook that f sets, as the keys of a dictionary.
-        values: The values that f stops; `recorded` contains their values in the first run.
-        seen: The values inside of f, with names and lines; `held` returns the first `count` values,
-            or their "vjp" or "jvp" derivative.
+        hooks: Dictionary whose keys describe the gradient hooks that f registers.
+        values: The values whose gradient f stops; `recorded` contains these values from the first
+            run.
+        seen: The intermediate values of f, with operation names and lines; `held` returns the first
+            `count` values, or their "vjp" or "jvp" derivative.
     """
 
     half: Any
@@ -129,7 +139,7 @@ class CheckedProgram:
         self.seen = list[tuple[str, str, Any]]()
 
     def held(self, *xs: Any) -> list[Any]:
-        """Returns f's outputs; with a `count`, the first values inside of f, or a derivative."""
+        """Returns f's outputs, the first `count` intermediate values, or a derivative of either."""
         run: Any = lambda *xs: (self._values(*xs), [])
         if self.kind == "jvp":
             return list(self.backend.jvp(run, [*xs], [*xs])[2])
@@ -144,7 +154,7 @@ class CheckedProgram:
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
-        """Returns the outputs at the given points as NumPy arrays."""
+        """Returns f's outputs at the given points as NumPy arrays."""
         with self.at(points) as xs:
             return self.numbers(self.held(*xs))
 
@@ -158,7 +168,7 @@ class CheckedProgram:
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Returns Re<v, J u> of the backend member under test, and the sum of its terms' moduli."""
+        """Returns Re<v, J u> by the tested method, and the sum of its terms' absolute values."""
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:
@@ -169,17 +179,17 @@ class CheckedProgram:
             return dot(vs, self.numbers(self.backend.jvp(run, xs, like(us, xs))[2]))
 
     def pull(self, run: Any, xs: list[Any], vs: Sequence[Any]) -> list[Any]:
-        """Applies the pullback at xs to NumPy arrays."""
+        """Applies the pullback of `run` at xs to the cotangents vs, converted from NumPy."""
         result = self.backend.vjp(run, xs, groups=None, once=True)
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 
     def see(self, name: str, line: Source | None, ys: Sequence[Any]) -> None:
-        """Appends values of operations inside of f to `seen`, if `count` is set."""
+        """Appends the outputs of an operation inside of f to `seen` if `count` is set."""
         if self.count is not None:
             self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
     def comparison(self) -> DerivativeComparison:
-        """Returns a comparison at f's arguments."""
+        """Returns a new `DerivativeComparison` at f's arguments."""
         return DerivativeComparison(self, self.numbers(self.leaves), here.rng)
 
     def first_wrong(self) -> str:
@@ -227,7 +237,7 @@ def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
 
 
 class _CheckedMembers:
-    """The replaced members of one backend, which read this thread's state."""
+    """Replacements for the differentiating methods of one backend."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -247,14 +257,14 @@ class _CheckedMembers:
         return checked(partial(self.own, member), *args, **kwargs)
 
     def own(self, member: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a member as code of gradtools, whose stops are not the user's."""
+        """Calls a backend method, in which stopped values do not count as stopped by f."""
         with set_here(own=True), self.half.scope(True):
             return member(*args, **kwargs)
 
     def check(
         self, caller: str, member: str, fun: Any, leaves: Sequence[Any], captures: bool = False
     ) -> None:
-        """Compares the derivative of fun by a member, and raises a `DerivativeError` if it differs.
+        """Raises `DerivativeError` if the derivative of fun differs from finite differences.
 
         captures: Whether arrays that fun captures are also differentiated.
         """
@@ -270,7 +280,8 @@ class _CheckedMembers:
             verdict = found.verdict() if program.leaves else ""
         except DerivativeError:
             raise
-        except Exception as error:  # the operator raises it, unless only the second run fails
+        except Exception as error:
+            # The operator raises the same error, unless only the second run of f fails.
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return
         if verdict == "differs" and not program.unseen:
@@ -289,7 +300,7 @@ class _CheckedMembers:
             return run(fun, leaves, *args, **kwargs)
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares derivatives inside of f at the first rows, which are evaluated one by one."""
+        """Compares derivatives inside of f on the first rows of the batch, evaluated one by one."""
         if here.program is None and not self.half.traced(batch):
             with self.half.unchanged():
                 for row in zip(*(x[:_MOST_ROWS] for x in batch), strict=True):
@@ -301,7 +312,7 @@ class _CheckedMembers:
         arrays = [*(x for x, _ in chunks.splits), *filter(self.backend.is_array, chunks.shared)]
         if self.backend.weighs_sums or self.half.traced(arrays):
             return run(chunks, *weigh)
-        return Recomputation.sum_chunks(self.backend, chunks)  # a loop, so that chunks have values
+        return Recomputation.sum_chunks(self.backend, chunks)  # loop over concrete chunks
 
     def _apply_rule(self, run: Any, rule: Any, *xs: Any) -> Any:
         edit = getattr(here.program, "edit", None) if rule.reaches == "identity" else None
@@ -311,7 +322,7 @@ class _CheckedMembers:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
+        return run(*args, **kwargs) if here.program is None else None  # None: use the rule
 
     # --- parts that the framework itself differentiates
 
@@ -366,14 +377,14 @@ _lock, _open, _undo = threading.Lock(), [0], ExitStack()
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute until the last context is closed."""
+    """Replaces an attribute of `owner` until the last `checked` context exits."""
     before = [vars(owner)[name]] if name in vars(owner) else []
     setattr(owner, name, value)
     _undo.callback(lambda: setattr(owner, name, *before) if before else delattr(owner, name))
 
 
 def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the user's function, and compares the derivatives that it takes."""
+    """Calls the user's function and compares the derivatives that this function computes."""
     if here.report is None:
         return run(self, *args, **kwargs)
     with set_here(own=False), self.backend.checked.half.scope(False):
@@ -381,7 +392,7 @@ def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rule_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a custom rule during a check."""
+    """Calls a custom rule and, in a `checked` context, compares its derivatives."""
     if here.report is None or here.own:
         return run(self, *args, **kwargs)
     members = self._backend.checked
@@ -406,21 +417,23 @@ def _replace_members() -> None:
 
 @contextmanager
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
-    """Context manager that compares every derivative that gradtools takes with finite differences.
+    """Context manager that compares gradtools' derivatives with finite differences.
 
     Derivatives are compared with central differences of f's values, along a random direction and
-    cotangent; f runs several times, with random streams and buffers restored. This finds custom
-    functions and hooks that lose a derivative, rules whose bwd is not their derivative, wrong
-    formulas of the framework, and data that leaves it, at any depth of nesting. A backward pass of
-    the framework is compared if it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
+    cotangent; f runs several times, with random streams and buffers restored. The check finds
+    custom functions and hooks that drop a derivative, custom rules with a wrong bwd, wrong
+    derivative formulas of the framework, and data that leaves the framework (as by `item()`), at
+    any depth of nesting. In a backward pass of the framework itself, custom rules and calls of
+    `chunked`, `frozen` and `checkpoint` are compared.
 
-    Intended differences are left out: gradtools' edits, and values that f itself stops by
-    `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by your own
-    custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
-    traced values (`jit`, `vmap`, compiled code) are counted as skipped.
+    Intentional differences are excluded: gradient edits of gradtools, and values that f itself
+    stops with `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or gradient
+    reversal in your own custom function is reported as an error; use `straight_through` or
+    `reverse_gradient`. Derivatives of traced values (`jit`, `vmap`, compiled code) are counted as
+    skipped.
 
-    The context applies to its own thread, and may be nested. ``pytest --gradtools-checked`` runs
-    each test in it, and ``gradtools checked`` runs a script.
+    The context applies to the current thread only and can be nested. ``pytest --gradtools-checked``
+    runs each test in a `checked` context, and ``gradtools checked`` runs a script in one context.
 
     Args:
         seed: The seed of the random directions.
@@ -430,7 +443,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
 
     Raises:
         DerivativeError: A derivative contradicts f's values. The error names the operator, the
-            argument, the lines, both numbers and, if possible, the operation.
+            argument, the source lines, both values and, if possible, the operation.
 
     Example:
         >>> from gradtools.testing import checked

@@ -37,7 +37,7 @@ def cross_check(options: argparse.Namespace) -> int:
 
 
 def checked_script(options: argparse.Namespace) -> int:
-    """Runs a script in `checked`, and prints the report."""
+    """Runs a script in a `checked` context and prints the report."""
     from gradtools.testing.checked_mode import checked
 
     before = sys.argv, sys.path

@@ -1,9 +1,9 @@
 """`FlatFunction`: a program of one framework, with values and derivatives as NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
-floating and complex outputs as a list. Its derivatives are compositions of
-the pushforward and the pullback. Points, tangents, cotangents and results are NumPy arrays.
-`Probe` is a `FlatFunction` made from a user's function and its arguments.
+floating and complex outputs as a list. Derivatives of a `FlatFunction` are compositions of the
+pushforward and the pullback. Points, tangents, cotangents and results are NumPy arrays. `Probe` is
+a `FlatFunction` made from a user's function and its arguments.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FlatFunction:
         leaves: The NumPy arrays at which the program is checked.
         paths: The names of the leaves, such as "argument 0['w']".
         out: The floating and complex outputs at these leaves.
-        out_paths: The names of these outputs.
+        out_paths: The names of the outputs in `out`.
     """
 
     program: Callable[..., Any]
@@ -79,7 +79,7 @@ class FlatFunction:
 
     @property
     def eps(self) -> float:
-        """The machine epsilon of the coarsest array."""
+        """The largest machine epsilon of the leaves' and outputs' dtypes."""
         return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def flat(self, *leaves: Any) -> list[Any]:
@@ -117,7 +117,7 @@ class FlatFunction:
         return self.numpy(self.run(lambda xs: self.flat(*xs), xs))
 
     def derivative(self, mode: str, xs: Arrays, *seeds: Arrays) -> Arrays:
-        """Computes a derivative at xs by a mode, or by nested modes ("forward_over_reverse").
+        """Computes a derivative at xs in a mode, or in nested modes ("forward_over_reverse").
 
         Let u be the tangent of a forward mode, v the cotangent of a reverse mode, and H the
         Hessian of Re<v, f>. Forward mode returns J u, reverse mode J^H v, forward over forward
@@ -153,9 +153,10 @@ class FlatFunction:
 
 
 class Probe(FlatFunction):
-    """A function f at its arguments, in one backend.
+    """The `FlatFunction` of a user's function f at its arguments, in one backend.
 
-    Floating and complex arrays are its leaves; other values, such as integers, are constants.
+    Floating and complex arrays are the leaves of a probe; other values, such as integers, are
+    constants.
     """
 
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
@@ -195,7 +196,7 @@ class Probe(FlatFunction):
         return self.waist.unflatten(self._tree, full)
 
     def program(self, *leaves: Any) -> Any:
-        """Returns f at the arguments with the given leaves."""
+        """Evaluates f at the arguments with the given leaves."""
         with naming(self.caller, f"f, {described(self.f)}"):
             return self.f(*self.rebuilt(leaves))
 
@@ -233,7 +234,7 @@ def is_rounding(
     """Returns whether differences are rounding error of larger numbers that cancel.
 
     Differences are rounding error if they are at most `bound`, and the results change by as much
-    when the last digits of the arguments change. All other differences count as genuine.
+    when the last digits of the arguments change. All other differences count as real disagreements.
 
     Args:
         off: The differences.

@@ -1,8 +1,9 @@
 """The pytest plugin: runs tests once for each backend, and compares the backends.
 
-The plugin is installed with the package. It provides the fixtures `gt` and `cross_check` and the
-options ``--gradtools-backend`` and ``--gradtools-checked``. A run that uses none of these imports
-no framework and prints nothing. ``-p no:gradtools`` disables it.
+The plugin is installed with the package. The plugin provides the fixtures `gt` and `cross_check`
+and the options ``--gradtools-backend`` and ``--gradtools-checked``. A test run without these
+fixtures and options imports no framework and prints nothing. ``-p no:gradtools`` disables the
+plugin.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
@@ -34,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--gradtools-checked",
         action="store_true",
-        help="compare every derivative that gradtools takes in a test with finite differences",
+        help="compare every derivative that gradtools computes in a test with finite differences",
     )
     group.addoption(
         "--gradtools-backend",
         choices=(*BACKENDS, "both"),
         default="both",
-        help="run tests that take a backend with this backend only",
+        help="run tests that use the `gt` fixture with this backend only",
     )
 
 
@@ -52,7 +53,7 @@ def wanted_backends(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Runs each test in `checked` if ``--gradtools-checked`` is given."""
+    """Runs each test in a `checked` context if ``--gradtools-checked`` is given."""
     if not item.config.getoption("--gradtools-checked"):
         return (yield)
     from gradtools.testing.checked_mode import checked
@@ -77,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def gt(gradtools_backend: str) -> Any:
-    """Returns the namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
+    """Returns `gradtools.torch` or `gradtools.jax`; the test runs once for each backend.
 
     The fixture has session scope, so fixtures of every scope may use it.
     """

@@ -1,10 +1,10 @@
 """Describes in a few words how two arrays that should be equal differ.
 
-`related` looks for a relation of the entries: `cross_check` applies it to two results,
+`related` looks for a relation of the entries: `cross_check` applies `related` to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
-derivative and its differences. A relation must hold for all entries, within a tight tolerance.
-`expression_cause` compares the formulas by which two programs compute a value from common
-operands, for example ``gelu(x)`` and ``tanh gelu(x)``, or ``x + 1e-05`` and ``x + 0.001``.
+derivative and its finite differences. A relation must hold for all entries, within a tight
+tolerance. `expression_cause` compares the formulas by which two programs compute a value from
+common operands, for example ``gelu(x)`` and ``tanh gelu(x)``, or ``x + 1e-05`` and ``x + 0.001``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
-LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries
-MASKED = 9e3  # larger numbers are treated as entries of a mask
-_NEAR = 1e-6  # the relative tolerance for matching a factor to a known number
+LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # Relations that permute entries.
+MASKED = 9e3  # Larger numbers are treated as entries of a mask.
+_NEAR = 1e-6  # The relative tolerance for matching a factor to a known number.
 _MOST_AXES = 5
 _MOST_ENTRIES = 1 << 15
 
@@ -71,7 +71,7 @@ def related(
 def _relations(
     a: np.ndarray, b: np.ndarray, names: Any, lost: str, near: float, factor: Any, masks: bool
 ) -> Iterator[str]:
-    """Yields the matching relations, from the least to the most likely by chance."""
+    """Yields the matching relations, from least to most likely to match by chance."""
     same = a.shape == b.shape
     both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be wrong
     yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
@@ -148,7 +148,7 @@ def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
-    """Describes the factor a / b if it is the same everywhere; empty for 1."""
+    """Describes the factor a / b if all entries have the same factor; empty for 1."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     ratio = complex(np.vdot(b, a) / size) if 0 < size < math.inf else 0j
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
@@ -169,7 +169,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
 
     Args:
         ratio: The factor.
-        sizes: Lengths that occur in the program, by name.
+        sizes: Axis lengths of the program's arrays, by name.
 
     Example:
         >>> factor_name(1 / 5, {"the batch size": 5})
@@ -183,9 +183,9 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
         sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
         table += [(n, name), (n / (n - 1), sample)]
-        table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
+        table += [(math.sqrt(n / (n - 1)), f"the square root of {sample}")] if n > 2 else []
     table.append((2.0, "a missing factor 1/2, or a term counted twice"))
-    table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
+    table += [(math.sqrt(n), f"the square root of {name}") for name, n in sizes.items() if n > 2]
     is_near = lambda n: min(abs(size / n - 1), abs(size * n - 1)) < _NEAR
     return next((text for n, text in table if is_near(n)), None)
 
@@ -219,7 +219,7 @@ class Expression(NamedTuple):
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
-        letters: The letters of its operands, in order.
+        letters: The letters of the formula's operands, in order.
         c: The constant, rounded to 7 digits; 0 if there is none.
     """
 
@@ -260,7 +260,7 @@ def expression_cause(
     for sides in (ends, (first[0], second[0])):
         pairs += sorted(product(*sides), key=lambda pair: {*pair[0][1]} != {*pair[1][1]})
     pairs = [(e, f) for e, f in pairs if e not in theirs and f not in ours]
-    # A function that only one of the lines applies.
+    # Find a function that only one of the lines applies.
     for k, line in enumerate((first[-1], second[-1])):
         lacking = [e for e in line if e.letters in {*direct[1 - k]} and e.function != "x"]
         plain = [(e, Expression("x", e.letters)) for e in lacking]
@@ -372,7 +372,7 @@ _PAIRS: dict[str, Callable[[Any, Any], Any]] = {
     "minimum(x, y)": np.minimum,
 }
 _SYMMETRIC = ("x + y", "x * y", "maximum(x, y)", "minimum(x, y)")
-_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {  # the constant, from the result and x
+_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {  # solve for the constant
     "c x": lambda a, x: a / x,
     "x + c": lambda a, x: a - x,
     "sqrt(x + c)": lambda a, x: a**2 - x,

@@ -30,11 +30,11 @@ _COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """One array compared with another.
+    """The result of comparing two arrays.
 
     Attributes:
         quantity: The kind of the arrays, for example "value", "gradient" or "jvp".
-        path: The leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
+        path: The path of the leaf, such as "output['loss']" or "argument 0", or a layer's name.
         order: The order of the derivative: 0, 1 or 2.
         error: The largest error in units of the tolerance; a disagreement if above 1, inf
             if it cannot be measured (NaN in only one array, different shapes or dtypes).
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Number | None:
-        """first / second at the worst place; None if it is undefined."""
+        """The ratio first / second at the worst entry; None if the ratio is undefined."""
         words = isinstance(self.first, str) or isinstance(self.second, str)
         if words or self.first is None or not self.second:
             return None
@@ -85,7 +85,7 @@ class Comparison:
         return replace(self, cause=cause, detail=detail, status=status)
 
     def describe(self, names: Sequence[str] = ("first", "second")) -> str:
-        """Formats one sentence with the values, their place, the error and the cause."""
+        """Formats one sentence with the values, the index, the error and the cause."""
         where = f" at {list(self.place)}" if self.place else ""
         ratio = "" if self.ratio is None else f", ratio {show(self.ratio)}"
         why = f" Likely cause: {self.cause}." if self.cause else ""
@@ -178,7 +178,7 @@ def widened(x: Any) -> np.ndarray:
 
 
 def largest(x: Any) -> float:
-    """Returns the largest finite modulus."""
+    """Returns the largest finite absolute value."""
     sizes = np.abs(widened(x))
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
@@ -269,7 +269,7 @@ class Report:
         """Formats the report, one line for each comparison.
 
         Args:
-            colour: Whether to add a terminal's colours.
+            colour: Whether to add terminal colors.
             limit: The maximum number of comparisons to show, excluding agreements; None shows all.
         """
         chosen, known, first = self.comparisons, self.conventions[:limit], self.first

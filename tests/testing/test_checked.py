@@ -36,7 +36,7 @@ def test_what_agrees_is_counted(gt):
         gt.grad(lambda x: (x**3).sum())(x)
         gt.jvp(lambda x: x**2, (x,), (x,))
     assert (report.compared, dict(report.skipped), report.notes) == (2, {}, [])
-    assert str(report) == "checked: 2 derivatives agree with differences"
+    assert str(report) == "checked: 2 derivatives agree with finite differences"
 
 
 def test_an_error_says_operator_argument_lines_and_both_numbers(gt):
@@ -182,7 +182,7 @@ def test_a_script_runs_in_it(gradtools_backend, tmp_path, capsys):
     assert main(["checked", str(script), "3"]) == 0
     said = capsys.readouterr()
     assert "3." in said.out
-    assert said.err == "checked: 1 derivatives agree with differences\n"
+    assert said.err == "checked: 1 derivatives agree with finite differences\n"
     assert main(["checked", str(script), "2"]) == 1
     assert "gradtools checked: grad: the derivative" in capsys.readouterr().err
     assert sys.argv == argv

@@ -162,7 +162,7 @@ WRONG = {
         two_mixes,
         (ROW,),
         "forward over reverse | finite differences",
-        "right at first order, wrong at second",
+        "correct at first order, wrong at second order",
         options={},
     ),
     "not linear": Wrong(
@@ -232,7 +232,7 @@ def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_
     first = refused(check_derivatives, loss, (X, Y), gt).first
     assert (first.order, first.path) == (2, "argument 0")
     assert first.quantity == "reverse over reverse | finite differences"
-    assert first.cause.startswith("right at first order, wrong at second")
+    assert first.cause.startswith("correct at first order, wrong at second order")
 
 
 # --- where finite differences cannot decide

@@ -76,9 +76,9 @@ def test_a_factor_is_named_by_the_sizes_of_the_program(n):
     sizes = {"the batch size": n}
     sample = f"n / (n - 1) for n = {n}, the batch size: unbiased and biased"
     assert factor_name(n / (n - 1), sizes) == sample
-    assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the root of {sample}"
+    assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the square root of {sample}"
     assert factor_name(1 / n, sizes) == "the batch size"
-    assert factor_name(math.sqrt(n), sizes) == "the root of the batch size"
+    assert factor_name(math.sqrt(n), sizes) == "the square root of the batch size"
     assert factor_name(1.37, sizes) is None
 
 

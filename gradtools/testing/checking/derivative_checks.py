@@ -1,17 +1,16 @@
 """Checks of a function's derivatives against its own values, and against each other.
 
-With J the Jacobian of f at x, H the Hessian of Re<v, f>, D the slope along a line from f's values
-at many step sizes, and random u, w, v:
+Let J be the Jacobian of f at x, H the Hessian of Re<v, f>, D_u the slope along u estimated from f's
+values at many step sizes, and u, w, v random:
 
     J u = D_u f      Re<J^H v, u> = Re<v, D_u f>    Re<v, J u> = Re<J^H v, u>     first order
     H u = D_u J^H v, by three mixes of modes        D^2 f [u, w] = D_w J u        second order
     J (w - 16 u) = J w - 16 J u                     the same of J^H               linearity
 
-A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
-error: a small difference counts as rounding error if it changes by its own size when x's last
-digits change.
-At a kink the slope is the mean of the derivatives on both sides, and any derivative between the two
-is accepted.
+A value that is zero in exact arithmetic, such as the sum of a layer norm, evaluates to rounding
+error. A small difference counts as rounding error if perturbing the last digits of x changes the
+difference by its own magnitude. At a kink the slope is the mean of the derivatives on both sides,
+and any derivative between the two is accepted.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ from gradtools.testing.report import (
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
-_ENTRIES = 64  # maximum number of entries or outputs compared individually if a leaf fails
-_KEPT = 32  # maximum number of cached derivatives
+_ENTRIES = 64  # Maximum number of entries compared individually if a leaf fails.
+_KEPT = 32  # Maximum number of cached derivatives.
 
 
 @user_facing
@@ -74,13 +73,14 @@ def check_derivatives(
 ) -> Report:
     """Checks the derivatives of f that a framework computes at args.
 
-    The check tests, for random directions in each leaf of the arguments: forward and reverse
-    mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
-    float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
-    tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient or
-    pushforward. Complex arguments are perturbed in complex directions; all inner
-    products are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32
-    products are computed in full precision during the check, without TF32 or bfloat16.
+    Along random directions in each leaf of the arguments, the check compares forward and reverse
+    mode with slopes of f's values, for steps from a tenth to a millionth of the leaf's magnitude (a
+    three-hundredth in float32). Both modes are compared with each other (dot-product test) and
+    tested for linearity in the tangent or cotangent. For order 2, every combination of modes is
+    compared with slopes of the gradient or pushforward. Complex arguments are perturbed in complex
+    directions; all inner products are Re<u, v>. The tolerances are given by
+    `gradtools.testing.tolerance`. float32 products are computed in full precision during the check,
+    without TF32 or bfloat16.
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.
@@ -90,20 +90,20 @@ def check_derivatives(
             is enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
-        modes: The modes that f must have, from "forward", "reverse", "forward_over_reverse",
+        modes: The modes that f must support, from "forward", "reverse", "forward_over_reverse",
             "reverse_over_reverse", "reverse_over_forward" and "forward_over_forward". None checks
-            all modes that f has; the report's `left_out` lists the others.
+            all modes that f supports; the report's `left_out` lists the other modes.
         seed: The seed of the random directions.
 
     Returns:
-        A `Report`: a record for each comparison. `quantity` names the two sides, for example
-        "reverse | finite differences".
+        A `Report` with one record for each comparison. A record's `quantity` names the two sides,
+        for example "reverse | finite differences".
 
     Raises:
-        AgreementError: A derivative is wrong. The error has the report, and names the argument and
-            leaf, the mode, the place, and both values.
-        GradtoolsError: There is nothing to check, f has none of the modes, f is random, or the
-            arguments are not as described above.
+        AgreementError: A derivative is wrong. The error contains the report and names the argument
+            and leaf, the mode, the index, and both values.
+        GradtoolsError: There is nothing to check, f supports none of the modes, f is not
+            deterministic, or the arguments are not as described above.
         Exception: An error of f itself, with a note that names f.
 
     Example:
@@ -133,7 +133,7 @@ def check_derivatives(
 def check_context(
     caller: str, args: Any, backend: Any, order: int, modes: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Context of a check: the highest precision, and JAX's 64 bits if args have them.
+    """Context manager for a check: highest matmul precision, and x64 in JAX for 64-bit args.
 
     Raises if order, modes or the backend are invalid.
     """
@@ -151,13 +151,13 @@ def check_context(
 
 
 class DerivativeCheck:
-    """The comparisons for one function at one point, collected in `report`.
+    """Compares the derivatives of one function at one point and collects the results in `report`.
 
     Attributes:
-        xs: The point; vs is a random cotangent.
-        modes: The modes that f must have; None for all modes that f has.
-        labels: Names of modes for the report.
-        present: The modes that f is known to have.
+        xs: The differentiated leaves of the arguments; vs are random cotangents of the outputs.
+        modes: The modes that f must support; None for all modes that f supports.
+        labels: The display names of modes in the report.
+        present: Whether f supports each mode that was tested.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class DerivativeCheck:
             if not np.array_equal(y, z, equal_nan=True):
                 raise GradtoolsError(
                     f"{probe.caller}: two calls of f at the same arguments gave different values. "
-                    "Fix its randomness (a key as an argument, dropout off) and its state."
+                    "Pass random keys as arguments, turn dropout off, and do not change state in f."
                 )
             if count := int(np.sum(~np.isfinite(y))):
                 self.report.left_out.append(
@@ -194,12 +194,12 @@ class DerivativeCheck:
                 self.report.comparisons.append(compare_arrays("value", path, y, y))
 
     def note_undecided(self) -> None:
-        """Lists in the report the entries that no direction could decide."""
+        """Adds to the report the entries for which finite differences were inconclusive."""
         both = self.present.get("forward") and self.present.get("reverse")
         for what, entries in self._undecided.items():
             rest = "these entries are not checked"
             if both and " over " not in what:  # at first order
-                rest = "only the modes are compared with each other"
+                rest = "these entries are only compared between forward and reverse mode"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
@@ -211,23 +211,23 @@ class DerivativeCheck:
     # --- directions, lines and derivatives
 
     def draw(self, like: np.ndarray) -> np.ndarray:
-        """Draws numbers with few bits, of size 1/2 to 1 and random sign or phase."""
+        """Draws numbers with few mantissa bits, magnitude 1/2 to 1 and random sign or phase."""
         shape, rng = like.shape, self.rng
         draw = lambda: rng.integers(64, 129, shape) / 128 * rng.choice((-1, 1), shape)
         x = draw() + 1j * draw() if like.dtype.kind == "c" else draw()
         return np.asarray(x).astype(like.dtype)
 
     def everywhere(self, by_entry: bool = False) -> Arrays:
-        """Draws a direction along all leaves, scaled by each leaf's size or each entry's size."""
+        """Draws a tangent for all leaves, scaled by the magnitude of each leaf or each entry."""
         sizes = size_by_entry if by_entry else scale_of
         return [(self.draw(x) * sizes(x)).astype(x.dtype) for x in self.xs]
 
     def along(self, i: int, u: np.ndarray) -> Arrays:
-        """Returns a direction that is u in leaf i and zero elsewhere."""
+        """Returns a tangent that is u in leaf i and zero in the other leaves."""
         return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
 
     def directions(self, i: int) -> Iterator[Arrays]:
-        """Yields directions in leaf i: scaled by its size, and scaled by entry (domain-safe)."""
+        """Yields tangents of leaf i: scaled by `scale_of` and by `size_by_entry`."""
         x = self.xs[i]
         yield self.along(i, self.draw(x) * scale_of(x))
         yield self.along(i, self.draw(x) * size_by_entry(x))
@@ -237,12 +237,12 @@ class DerivativeCheck:
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
     def slope(self, us: Arrays, run: Callable[[Arrays], Arrays] | None = None) -> slopes.Slope:
-        """Measures the slope along u of all entries of f, or of another function of the point."""
+        """Estimates the slope along u of all entries of f, or of another function of the leaves."""
         compute = run or self.probe.value
         return slopes.slope(lambda t: flattened(compute(self.moved(us, t))), self.probe.eps)
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """Returns `Probe.derivative` by a mode, and caches the latest results."""
+        """Returns `Probe.derivative` in the given mode and caches the most recent results."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             found = self.probe.derivative(mode, xs, *vectors)
@@ -252,7 +252,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Returns whether a mode is selected and f has it, which the first call tests at x."""
+        """Returns whether a mode is selected and supported by f, after a test at x."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:
@@ -282,15 +282,15 @@ class DerivativeCheck:
         cause: str,
         detail: str = "",
     ) -> None:
-        """Compares two functions of the point, which are first derivatives.
+        """Compares two first derivatives, each a function of the leaves.
 
         Args:
-            quantity: The names of both functions.
-            path: The leaf.
-            sides: Both functions.
-            terms: The size of the terms that both sides sum up; their rounding is allowed.
-            cause: The cause if they differ.
-            detail: Advice.
+            quantity: The names of both derivatives.
+            path: The path of the leaf.
+            sides: A function that returns both derivatives at the given leaves.
+            terms: The magnitude of the terms in both sums, whose rounding error is tolerated.
+            cause: The cause to report if the derivatives differ.
+            detail: Advice for the report.
         """
         a, b = map(widened, sides(self.xs))
         unknown = a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b))
@@ -310,7 +310,7 @@ class DerivativeCheck:
     def unless_rounding(
         self, record: Comparison, off: np.ndarray, sides: Callable[[Arrays], tuple[Any, ...]]
     ) -> Comparison:
-        """Changes the record to agreement if the difference is rounding error of the sides."""
+        """Marks the record as agreeing if the difference is only rounding error."""
         eps, greatest = self.probe.eps, max(1.0, *map(largest, [*self.xs, *self.probe.out]))
         if not is_rounding(np.abs(off), sides, self.xs, eps, 1e3 * eps * greatest):
             return record
@@ -326,12 +326,12 @@ class DerivativeCheck:
         measured: slopes.Slope,
         order: int,
     ) -> Comparison:
-        """Compares a derivative with a slope and stores which entries remain undecided.
+        """Compares a derivative with finite differences and stores which entries are undecided.
 
         There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
         the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u, which reveals a kink at x, and whether the
+        derivative: Maps t to the derivative at x + t u. Small t reveal a kink at x, or that the
         smallest step is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric
@@ -386,8 +386,8 @@ class DerivativeCheck:
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
 
-        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if the
-        comparison fails or is undecided, it is repeated by output and by entry.
+        A sum over outputs or entries has no bounds at kinks and does not locate errors. A failed or
+        undecided comparison is therefore repeated for each output and each entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())
@@ -416,9 +416,9 @@ class DerivativeCheck:
     def _products(
         self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
     ) -> tuple[Comparison, bool]:
-        """Compares Re<J^H v, u> / step with slopes along u; returns whether they are decisive.
+        """Compares Re<J^H v, u> / step with slopes; also returns whether the slopes are conclusive.
 
-        pairs: v, u and the slope of f along u; two consecutive triples belong to one complex entry.
+        pairs: Triples of v, u and the slope of f along u; a complex entry has two triples.
         """
         is_complex = len(pairs) > math.prod(shape)
 
@@ -466,7 +466,7 @@ class DerivativeCheck:
                 terms = max(terms, size(us, self.at("reverse", self.xs, vs)))
                 names = f"{self.label('reverse')} | {self.label('forward')}"
                 cause = "the dot-product test fails: the two modes are not adjoint"
-                detail = "Left Re<J^H v, u>, right Re<v, J u>."
+                detail = "The left value is Re<J^H v, u>, and the right value is Re<v, J u>."
                 self.equal(names, path, dot, terms, cause, detail)
         if reverse:
             a, b = ([self.draw(y) for y in probe.out] for _ in range(2))
@@ -477,7 +477,7 @@ class DerivativeCheck:
         self.note_undecided()
 
     def slopes_along(self, us: Arrays, i: int) -> None:
-        """Compares both modes with the slope along us, a direction in leaf i."""
+        """Compares both modes with the slope along `us`, a tangent of leaf i."""
         probe, measured, leaf = self.probe, self.slope(us), self.probe.paths[i]
         if self.present["forward"]:
             paths = [f"{path} by {leaf}" for path in probe.out_paths]
@@ -495,7 +495,7 @@ class DerivativeCheck:
         us: Arrays,
         order: int,
     ) -> None:
-        """Compares a derivative's arrays with finite differences along `us`."""
+        """Compares each array of a derivative with finite differences along `us`."""
         for i, part in enumerate(measured.parts(run(self.xs))):
             each = lambda xs, i=i: (run(xs)[i],)
             derivative = lambda t, each=each: each(self.moved(us, t))[0]
@@ -503,7 +503,7 @@ class DerivativeCheck:
             if not record.agrees and order == 2:
                 known = f" ({record.cause})" if record.cause else ""
                 record = record.because(
-                    f"right at first order, wrong at second{known}",
+                    f"correct at first order, wrong at second order{known}",
                     f"{record.detail} A value that depends on the arguments, such as a residual, "
                     "is treated as a constant.",
                 )
@@ -511,7 +511,7 @@ class DerivativeCheck:
             self.report.comparisons.append(record)
 
     def _linear(self, mode: str, what: str, a: Arrays, b: Arrays, paths: Sequence[str]) -> None:
-        """Compares J (b - 16 a) with J b - 16 J a, where all are finite."""
+        """Compares J (b - 16 a) with J b - 16 J a at entries where all terms are finite."""
         joined = [(y + _SCALE * x).astype(x.dtype) for x, y in zip(a, b, strict=True)]
         for k, path in enumerate(paths):
             each = [widened(self.at(mode, self.xs, v)[k]) for v in (a, b)]
@@ -523,7 +523,7 @@ class DerivativeCheck:
             self.equal(name, path, both, terms, f"not linear in the {what}")
 
     def second_order(self) -> None:
-        """Compares every mix of modes with slopes of the gradient, or of the pushforward."""
+        """Compares every second-order mode with slopes of the gradient or the pushforward."""
         if not self.report:
             return
         probe, vs, d, e = self.probe, self.vs, self.everywhere(by_entry=True), self.everywhere()
@@ -545,13 +545,13 @@ class DerivativeCheck:
 
 
 def scale_of(x: np.ndarray) -> float:
-    """Returns the size of a leaf's entries, a power of two."""
+    """Returns the root mean square of a leaf's entries, rounded to a power of two."""
     mean = math.sqrt(float(np.mean(np.abs(widened(x)) ** 2))) if x.size else 1.0
     return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
 
 
 def size_by_entry(x: np.ndarray) -> np.ndarray:
-    """Returns the size of each entry, and the leaf's size for zeros."""
+    """Returns the absolute value of each entry, with `scale_of(x)` in place of zeros."""
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 

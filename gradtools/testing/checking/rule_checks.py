@@ -1,12 +1,13 @@
 """`check_rule`: checks each part of a custom rule, then the function that the rule defines.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
-x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it through the residuals:
+x -> bwd(r(x), v) is the gradient of Re<v, f>. Second derivatives differentiate this function
+through the residuals:
 
     d bwd(r(x), v) = sum over k of (d bwd / d r_k) (d r_k / d x)
 
-so a residual without a derivative (r_k detached, or computed outside of the framework) makes second
-derivatives wrong. Finite differences of r_k reveal such a residual.
+A residual without a derivative (r_k detached, or computed outside of the framework) therefore makes
+second derivatives wrong, and is detected by finite differences of r_k.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
 CALLER = "check_rule"
-_NEARBY = 1.0625  # the factor to another point, close enough to be in f's domain
-_POINTS = 1.0, _NEARBY, 0.9375  # the examples of a batch
+_NEARBY = 1.0625  # Factor that maps x to a nearby point in f's domain.
+_POINTS = 1.0, _NEARBY, 0.9375  # Factors that map x to the examples of a batch.
 _DRAWN = (
     "differs between two calls of {} with the same arguments. Does the function draw random "
     "numbers or change state? Draw random numbers in fwd, and return them as residuals."
 )
 _STALE = (
     "changes after another call of fwd: bwd reads state of the last call (a global, an "
-    "attribute, a closure's variable). Return it from fwd as a residual."
+    "attribute, a closure's variable). Return this state from fwd as a residual."
 )
 
 
@@ -53,13 +54,13 @@ def check_rule(
     """Checks a custom rule: its parts, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    of the last call or draws random numbers is rejected. The values of fwd and jvp are compared
-    with fun's. The function is then checked as by `check_derivatives`: bwd and jvp against slopes
-    of fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent; the
-    modes that follow from them; and second order, for which the derivative of each residual is
-    compared with slopes of the residual, so that a residual whose derivative is lost (detached,
-    or computed outside the framework) is named. Finally, a batch of three examples under vmap is
-    compared with the single examples.
+    from an earlier call or draws random numbers is rejected. The values of fwd and jvp are compared
+    with fun's. `check_derivatives` then checks the function: bwd and jvp against slopes of fun and
+    against each other; the linearity of bwd in the cotangent and of jvp in the tangent; and every
+    mode that follows from bwd and jvp. For order 2, the derivative of each residual is compared
+    with slopes of the residual, and the error names a residual whose derivative is lost (detached,
+    or computed outside the framework). Finally, a batch of three examples under vmap is compared
+    with the single examples.
 
     Args:
         rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
@@ -74,7 +75,7 @@ def check_rule(
 
     Raises:
         AgreementError: The rule is wrong. The error names the part, the argument or the residual.
-        GradtoolsError: `rule` is not a rule, or an error of `check_derivatives`.
+        GradtoolsError: `rule` is not a custom rule, or `check_derivatives` raises this error.
         Exception: An error of one of the rule's functions, with a note that names the function.
 
     Example:
@@ -100,7 +101,7 @@ def check_rule(
 
 
 class RuleCheck(DerivativeCheck):
-    """The comparisons for one rule at one point, collected in `report`."""
+    """Compares the parts of one rule at one point and collects the results in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
@@ -193,20 +194,24 @@ class RuleCheck(DerivativeCheck):
                 record = compare_arrays(f"{part}'s value | fun's value", path, y, z, 0)
                 if not record.agrees:
                     cause = relation(y, z, (part, "fun"), 0)
-                    record = record.because(cause or f"{part} computes another function")
+                    record = record.because(
+                        cause or f"{part} computes a different function than fun"
+                    )
                 self.report.comparisons.append(record)
-        for n, c in enumerate(self.report.comparisons):  # state where to look
+        for n, c in enumerate(self.report.comparisons):  # add advice on the function to correct
             if not c.agrees and c.quantity.endswith("| finite differences"):
                 look = f"Check the cotangent that bwd returns for {c.path}; None means zero."
                 if c.quantity.startswith("jvp"):
                     tangent = f"the tangent of {c.path.rpartition(' by ')[2]}"
                     look = f"Check how jvp uses {tangent}; None means zero."
                 if any(x.dtype.kind == "c" for x in probe.leaves):
-                    look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
+                    look += (
+                        " Is a conjugate missing? The cotangent is J^H v, and the tangent is J u."
+                    )
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Returns the result of a part, which must not change the arrays in the given trees.
+        """Calls a part of the rule and raises if the call changes arrays in the given trees.
 
         A framework shares the arrays with other operations, and calls fwd and bwd at any time.
         """
@@ -222,13 +227,13 @@ class RuleCheck(DerivativeCheck):
         return result
 
     def _same(self, what: str, first: Any, again: Any, why: str) -> None:
-        """Raises if two results of a part differ."""
+        """Raises if two calls of a part return different results."""
         if path := _changed(self._copied(first), self._copied(again)):
             path = path.replace("[", " ").replace("]", "") if "array" in what else path
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
 
     def _copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """Converts the arrays of a tree to NumPy, with their paths; None for other leaves."""
+        """Returns each leaf's path and a NumPy copy of the leaf; None if the leaf is no array."""
         waist, copy = self.probe.waist, self.probe.gt.to_numpy
         arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
         return list(zip(waist.leaf_paths(tree), arrays, strict=True))
@@ -251,7 +256,11 @@ class RuleCheck(DerivativeCheck):
         why = "a residual's derivative is lost between the arguments and fwd's return"
         for c in (c for c in check.report if c.quantity != "value"):
             path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
-            lost = c if c.agrees else c.because(f"{why}: right at first order, wrong at second")
+            lost = (
+                c
+                if c.agrees
+                else c.because(f"{why}: correct at first order, wrong at second order")
+            )
             self.report.comparisons.append(replace(lost, path=path, order=2))
         check.note_undecided()
         self.report.left_out += check.report.left_out
@@ -259,7 +268,7 @@ class RuleCheck(DerivativeCheck):
     # --- the rule as users call it
 
     def whole(self, order: int) -> None:
-        """Checks the rule in the modes that follow from its parts, and at second order."""
+        """Checks the modes that follow from the rule's parts, at first and second order."""
         self.modes, self.labels, done = None, {}, len(self.own) == 2
         if not done:
             self.present = {}
@@ -274,11 +283,11 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:
-        """Compares a batch of three examples with the single examples.
+        """Compares the rule under vmap over three examples with the single examples.
 
-        A rule is written for one example, and the framework batches it. Mistakes are possible in a
-        host kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the
-        rank.
+        A rule is written for one example, and the framework batches it. Errors occur in a host
+        kernel with `vectorized=True`, in a rule with its own vmap, and in code that depends on an
+        array's rank.
         """
         probe = self.probe
         flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
@@ -309,13 +318,13 @@ class RuleCheck(DerivativeCheck):
                     sides,
                     10 * largest(np.stack(each)),
                     "the examples are mixed, or batch axes are treated as axes of one example",
-                    "With vectorized=True every array has the axes of the batch first; the kernel "
-                    "must operate on the last axes only.",
+                    "With vectorized=True, every array has the batch axes first; the kernel must "
+                    "operate on the last axes only.",
                 )
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
-    """Returns the path of the first changed array, " " for an array alone, or ""."""
+    """Returns the path of the first changed array (" " if it has no path), or ""."""
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return path or " "

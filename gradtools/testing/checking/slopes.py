@@ -1,10 +1,11 @@
-"""Slopes of a function of one number by finite differences.
+"""Finite-difference slopes of a function of one scalar variable.
 
 A check evaluates f along a line, x + t u. The slope at 0 comes from central differences at many
 steps, from a tenth of the argument's size downwards, extrapolated to step zero (Ridders, 1982). The
-estimate whose neighbours agree best is kept; their disagreement is its error. If the smallest step
-gives another slope, as for the solution of an ill-conditioned system, all steps are too large for
-f, and the slope is undecided.
+estimate with the smallest difference from its neighbors in the extrapolation table is kept; the
+error is this difference plus the rounding error. If the smallest step gives a different slope, as
+for the solution of an ill-conditioned system, all steps are too large for f, and the slope is
+undecided.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
-_COLUMNS = 6  # columns of the extrapolation table; more only amplify rounding
-_FINEST = 70  # the maximum number of halvings of the step, if larger steps leave f's domain
+_COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
+_FINEST = 70  # The maximum number of halvings of the step, if larger steps leave f's domain.
 
 
 class Slope(NamedTuple):
@@ -26,8 +27,8 @@ class Slope(NamedTuple):
 
     Attributes:
         value: The slope of each entry; NaN if no step gave a slope.
-        error: A bound on the error: the disagreement of steps, and rounding; inf without a slope.
-        at: f(0); if it is not finite, there is no slope.
+        error: A bound on the error from step sizes and rounding; inf if there is no slope.
+        at: The value f(0); a slope exists only where f(0) is finite.
     """
 
     value: np.ndarray
@@ -35,7 +36,7 @@ class Slope(NamedTuple):
     at: np.ndarray
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
-        """Splits the slope of a flat vector into slopes of arrays like the given arrays."""
+        """Splits the slope of a flat vector into slopes with the shapes of the given arrays."""
         return [Slope(*each) for each in zip(*(shaped_like(x, like) for x in self), strict=True)]
 
 
@@ -49,15 +50,15 @@ def slope(f: Line, eps: float) -> Slope:
     """Computes the slope of f at 0 by extrapolated central differences.
 
     Args:
-        f: The function from a position on the line to a vector.
-        eps: The machine epsilon of f's computation.
+        f: A function that maps a scalar position on the line to a vector.
+        eps: The machine epsilon of the dtype in which f is computed.
     """
     at = f(0.0)
     value, error = np.full(at.shape, np.nan, at.dtype), np.full(at.shape, np.inf)
     previous: list[np.ndarray] = []
     smallest, inside = smallest_step(eps), 0
     with np.errstate(all="ignore"):
-        # Second differences over steps of eps exceed eps of f where large numbers cancel.
+        # If large terms of f cancel, second differences with steps of size eps exceed eps * |f|.
         x, h = smallest / 3, [eps, 2 * eps, 3 * eps]
         least = np.fmax.reduce(
             [0 * np.abs(at), *(np.abs(f(x + s) + f(x - s) - 2 * f(x)) for s in h)]
@@ -79,7 +80,7 @@ def slope(f: Line, eps: float) -> Slope:
                 error = np.where(better, apart + rounding, error)
             previous = row
         slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
-        unresolved = np.abs(value - row[0]) > slack  # smaller steps give another slope
+        unresolved = np.abs(value - row[0]) > slack  # smaller steps give a different slope
     return Slope(value, np.where(unresolved, np.inf, error), at)
 
 

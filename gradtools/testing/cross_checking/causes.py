@@ -7,8 +7,8 @@ Each disagreement is explained by the first cause that applies:
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-A value's cause explains its derivatives. The detail ends by naming the side whose derivative
-contradicts finite differences of its own values.
+The cause of a wrong value also explains its wrong derivatives. The detail ends with the name of the
+side whose derivative contradicts finite differences of the same side's values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def explain(check: CrossCheck, report: Report) -> None:
     """Adds the likely cause to every disagreement of the report.
 
     Args:
-        check: The cross-check, for further evaluations.
+        check: The `CrossCheck` that evaluates both programs again.
         report: The report, whose comparisons are replaced.
     """
     causes, rows = Causes(check, report), report.comparisons
@@ -54,7 +54,7 @@ def explain(check: CrossCheck, report: Report) -> None:
 
 
 class Causes:
-    """The search for causes, after all quantities have been compared."""
+    """Searches for causes after all quantities have been compared."""
 
     def __init__(self, check: CrossCheck, report: Report) -> None:
         self.check, self.report = check, report
@@ -93,13 +93,13 @@ class Causes:
             return kink
         cause, detail = self._related(c, widened(a), widened(b))
         if derived and (wrong := self._wrong_side(c, i)):
-            detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
+            detail = f"{detail} Finite differences show that {wrong} is wrong.".lstrip()
         return c.because(cause, detail)
 
     # --- operations
 
     def is_vague(self, c: Comparison) -> bool:
-        """Returns whether the cause is unknown or may be accidental: a factor without a name.
+        """Returns whether the cause is unknown or is an unnamed factor, which may be accidental.
 
         Any two numbers differ by a factor, so a scalar's factor counts only if another result has
         the same factor.
@@ -112,7 +112,7 @@ class Causes:
         return cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
 
     def with_the_factor(self, c: Comparison) -> Comparison:
-        """Takes the named factor of another comparison as the cause if the ratios agree."""
+        """Copies the named factor of another disagreement as the cause if the ratios agree."""
         for d in self.report.disagreements:
             is_factor = c.cause == UNKNOWN and (d.cause or "").startswith(FACTOR)
             if is_factor and c.ratio and d.ratio and abs(d.ratio / c.ratio - 1) < 1e3 * c.tolerance:
@@ -200,9 +200,9 @@ class Causes:
         )
 
     def _wrong_side(self, c: Comparison, i: int) -> str | None:
-        """Returns the side whose derivative is not the central difference, if the other's is.
+        """Returns the side that contradicts the central difference while the other side agrees.
 
-        The differences are computed from PyTorch's values or gradients, with which JAX's agree.
+        The differences are computed from PyTorch's values or gradients, which agree with JAX's.
         """
         check, base = self.check, self.check.quantities["gradient" if c.order == 2 else "value"]
         if not all(row.agrees for row in self.report if row.quantity == base.name):
@@ -229,7 +229,7 @@ class Causes:
     # --- relations of the two arrays
 
     def _related(self, c: Comparison, a: Any, b: Any) -> Relation:
-        """Relates the two arrays; reports a side that is NaN or infinite."""
+        """Describes the relation of the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
             words = "A reduction, keepdims, or broadcasting (n, 1) against (n,) on one side only."
@@ -238,7 +238,7 @@ class Causes:
             if (np.isnan(x) & ~np.isnan(y)).any():
                 why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
                 if c.order and self.values_agree:
-                    why = "The value is finite: 0 times infinity in the branch that where discards."
+                    why = "The value is finite: 0 times infinity in a branch that `where` discards."
                 return Relation(f"NaN in {mine}", why)
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."

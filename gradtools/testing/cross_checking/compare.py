@@ -1,11 +1,11 @@
-"""`cross_check`: one program in both frameworks, compared in value and in every derivative.
+"""`cross_check`: compares the values and derivatives of one program in both frameworks.
 
 Both programs are evaluated at the same NumPy inputs and differentiated along the same random
 directions by gradtools' operators, so that conventions (especially for complex numbers) are equal:
 
     f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
 
-`causes.py` then searches for the cause of each disagreement by further evaluations.
+`causes.py` then evaluates the programs at other points to find the cause of each disagreement.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def cross_check(
     product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
     are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches
     the output in one framework only is a disagreement. NaN and infinity agree only with the same
-    value at the same place. Such entries are counted as not compared, and an array without a finite
-    entry is a disagreement. Derivatives that differ only at a kink or tie, where each framework has
-    its own subgradient, are reported as a convention.
+    value at the same index. Entries that are not finite are counted as not compared, and an array
+    without a finite entry is a disagreement. Derivatives that differ only at a kink or tie, where
+    each framework has its own subgradient, are reported with the status "convention".
 
-    If the results do not show the cause, both programs are recorded as by `first_divergence`,
-    and the report has the lines at which they diverge.
+    If the results do not show the cause, both programs are recorded as in `first_divergence`, and
+    the report contains the lines at which the programs diverge.
 
     During the check, float64 is enabled in JAX if an input or parameter has 64 bits, and
     float32 products are computed in full precision, without TF32 or bfloat16.
@@ -59,16 +59,16 @@ def cross_check(
             ``(apply, params, state)`` of ``gradtools.torch.make_functional``.
         jax: A function of jax arrays, a pair ``(flax.linen module, variables)``, a ``flax.nnx`` or
             ``equinox`` module, or the triple of ``gradtools.jax.make_functional``.
-        args: The positional arguments of both: pytrees (tuples, lists, dicts) of NumPy arrays of
-            any shape. Floating and complex leaves are differentiated, integers and booleans are
-            passed on; a Python float counts as float64; other leaves are settings.
+        args: The positional arguments of both programs: pytrees (tuples, lists, dicts) of NumPy
+            arrays of any shape. Floating and complex leaves are differentiated, integers and
+            booleans are passed on; a Python float counts as float64; other leaves are settings.
         order: 0 compares values. 1 also compares gradients, and costs one gradient in each
             framework. 2 also compares pushforwards and second derivatives.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
             from PyTorch's names to JAX's, the overrides of `match_parameters`. None pairs equal
             names and shapes, or calls `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
-            inputs, parameters and buffers are cast. None leaves them unchanged.
+            inputs, parameters and buffers are cast. None leaves all dtypes unchanged.
         seed: The seed of the random directions.
         tolerance: A relative error for all quantities, instead of `tolerance(dtype, order)`.
         raises: False returns a report that disagrees instead of raising.
@@ -77,7 +77,8 @@ def cross_check(
         A `Report`, true if everything agrees. ``print(report)`` shows the table.
 
     Raises:
-        AgreementError: The programs disagree; its ``report`` has values and likely causes.
+        AgreementError: The programs disagree; the error's ``report`` contains values and likely
+            causes.
         GradtoolsError: An argument of cross_check itself is wrong, or the parameters of the two
             models cannot be matched.
 

@@ -21,12 +21,13 @@ from gradtools.testing.matching_parameters.parameter_names import joined, withou
 
 @dataclass(frozen=True)
 class Pairing:
-    """The PyTorch parameter that corresponds to each of JAX's parameters.
+    """Maps each JAX parameter to the corresponding PyTorch parameter.
 
     Attributes:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
         names: The names of PyTorch's parameters, in order.
-        pairs: For each of JAX's parameters, the entry of the mapping that converts to it.
+        pairs: For each JAX parameter, the mapping entry that converts PyTorch's array to this
+            parameter.
         notes: Notes for the report.
     """
 
@@ -40,8 +41,8 @@ class Pairing:
     ) -> list[np.ndarray | None]:
         """Converts one array per PyTorch parameter to JAX's parameters; None stays None.
 
-        gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
-            JAX have the same gradient; their values and directions are added.
+        gradients: Whether the arrays are gradients. If the sum of two parameters is one
+            parameter in JAX, both have the same gradient, and values or directions are added.
         """
         known = dict(zip(self.names, arrays, strict=True))
         convert = lambda e: e.layout.to_jax(known[e.torch_name]) if gradients else e.to_jax(known)
@@ -75,7 +76,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     mapping = _mapping(caller, first, second, mapping, partial)
     entries: dict[str, ParameterPair] = {}
     for e in mapping.entries:
-        if e.torch_name in mine:  # otherwise it is a buffer
+        if e.torch_name in mine:  # buffers are not compared
             name = joined(e.jax_path)
             entries[name if name in theirs else joined(without_collection(e.jax_path))] = e
     missing = [] if partial else [name for name in theirs if name not in entries]

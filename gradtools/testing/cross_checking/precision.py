@@ -1,8 +1,8 @@
-"""A context in which float32 matrix products keep all bits.
+"""Context manager that computes float32 matrix products in full precision.
 
-Accelerators multiply float32 matrices with fewer bits if settings allow: TF32 has 11 of 24 bits,
-bfloat16 has 8. Correct derivatives in float32 would then differ, so the checks run at the highest
-precision and restore the settings afterwards.
+Accelerators multiply float32 matrices in reduced precision if settings allow this: TF32 has 11 and
+bfloat16 has 8 of float32's 24 significand bits. Correct derivatives in float32 would then differ,
+so the checks run at the highest precision and restore the settings afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 
 def _put(wanted: dict[str, Any]) -> None:
-    """Changes these settings of PyTorch, older settings first, since they write newer ones."""
+    """Applies PyTorch settings, older settings first because they overwrite newer settings."""
     for name, (get, put) in settings_of_torch().items():
         if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])
@@ -55,9 +55,9 @@ def _put(wanted: dict[str, Any]) -> None:
 def settings_of_torch() -> dict[str, Setting]:
     """Returns PyTorch's settings for reduced precision in float32 products, in setting order.
 
-    Two older settings, for matrices and for cuDNN, write the newer settings (by library and
-    operation), and so come first. A setting that contradicts the newer settings cannot be read, and
-    is None.
+    Two older settings, for matrices and for cuDNN, overwrite the newer settings (by library and
+    operation), so these two are first. A setting that contradicts the newer settings cannot be read
+    and is None.
     """
     import torch
 

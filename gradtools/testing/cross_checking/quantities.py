@@ -42,8 +42,9 @@ from gradtools.testing.report import (
 ROUNDING = 64  # rounding error, in epsilons of the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
-    "The parameters of the two models differ. Copy them: mapping = match_parameters(torch_model, "
-    "jax_model), jax_model = mapping.into(jax_model), cross_check(..., mapping=mapping)."
+    "The parameters of the two models differ. Copy PyTorch's parameters to JAX: mapping = "
+    "match_parameters(torch_model, jax_model), jax_model = mapping.into(jax_model), "
+    "cross_check(..., mapping=mapping)."
 )
 Leaves = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
 
@@ -96,13 +97,13 @@ def crossed(
     wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
     with in_double_precision(wide):
         sides = first, Side(caller, "jax", jax, dtype)
-        partial = caller == "first_divergence"  # the operator may report a missing parameter
+        partial = caller == "first_divergence"  # the operator reports a missing parameter
         pairing = pair_parameters(caller, *sides, mapping, partial)
         yield CrossCheck(caller, sides, inputs, pairing, seed, tolerance)
 
 
 class CrossCheck:
-    """The comparison of two sides at one point.
+    """Compares the values and derivatives of two programs at one point.
 
     Attributes:
         caller: The name of the check, for messages.
@@ -112,7 +113,8 @@ class CrossCheck:
         quantities: The compared quantities, by name.
         outputs: The outputs of both sides.
         out_paths: The paths of the floating and complex outputs.
-        cotangents: One per path in `out_paths`; the gradient is their pullback.
+        cotangents: One cotangent per path in `out_paths`; the gradient is the pullback of all
+            cotangents.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class CrossCheck:
     # --- the comparison
 
     def run(self, order: int, report: Report) -> None:
-        """Fills the report, without causes."""
+        """Returns the report of all comparisons, without causes."""
         report.notes += self.pairing.notes
         report.comparisons += self.parameters()
         if not report:
@@ -155,7 +157,7 @@ class CrossCheck:
                 )
 
     def parameters(self) -> list[Comparison]:
-        """Compares the parameters; derivatives at different points would be meaningless."""
+        """Compares the parameters, since derivatives at different points are not comparable."""
         result, mine = [], self.in_jax_layout(self.leaves[0])
         for path, a, b in zip(self.pairing.paths, mine, self.leaves[1], strict=False):
             c = compare_arrays("parameter", path, a, b, tolerance=self.tolerance)
@@ -166,7 +168,7 @@ class CrossCheck:
         return result
 
     def _values(self, report: Report) -> bool:
-        """Compares the outputs. Returns whether their derivatives can be compared."""
+        """Compares the outputs; returns whether the outputs' derivatives can be compared."""
         first, second = self.outputs = [self._output(k, self.leaves[k]) for k in (0, 1)]
         if first.keys() != second.keys():
             ours, theirs = (f"{len(x)} leaves: {', '.join(x) or 'one array'}" for x in self.outputs)
@@ -179,7 +181,9 @@ class CrossCheck:
         for path, a in first.items():
             ours, theirs = a.dtype.name, second[path].dtype.name
             if ours != theirs == narrowed(ours):
-                report.notes.append(f"output{path} is {ours} in torch and {theirs} in jax, no x64")
+                report.notes.append(
+                    f"output{path} is {ours} in torch, {theirs} in jax (x64 is off)"
+                )
             elif ours != theirs:
                 c = mismatch("dtype", f"output{path}", 0, (ours, theirs), a.shape)
                 fix = "Cast one of the outputs, or the inputs."
@@ -245,7 +249,7 @@ class CrossCheck:
         report.comparisons.append(c.because(cause, "; ".join(reasons)))
 
     def _compare(self, quantity: Quantity, sides: Sequence[Leaves], report: Report) -> None:
-        """Compares the leaves of one quantity; differences that are rounding agree."""
+        """Compares the leaves of one quantity; differences within rounding error agree."""
         self.quantities[quantity.name], quantity.sides = quantity, sides
         name, order = quantity.name, quantity.order
         for i, (path, a, b) in enumerate(zip(quantity.paths, *sides, strict=True)):
@@ -339,7 +343,7 @@ class CrossCheck:
         return np.asarray(drawn).astype(like.dtype)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axis lengths and sizes that occur, by name."""
+        """Returns the axis lengths and sizes of all leaves and outputs, by name."""
         result: dict[str, int] = {}
         pairs = zip(self.paths, self.leaves[1], strict=True)
         for path, x in sorted(pairs, key=lambda pair: not pair[0].startswith("argument")):

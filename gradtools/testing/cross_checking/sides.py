@@ -54,7 +54,7 @@ class Side(FlatFunction):
         return self.gt.asarray(x).to(self._own[0].device if self._own else None)
 
     def bound(self, inputs: Inputs, differentiated: Mapping[str, Any]) -> Callable[..., Any]:
-        """Returns the program as a function of these parameters and the differentiated inputs."""
+        """Returns the program as a function of its parameters and the differentiated inputs."""
         is_array = lambda x: isinstance(x, np.ndarray | np.generic)
         given = [self.array(x) if is_array(x) else x for x in inputs.leaves]
         own = [*map(self.array, self.params.values())]
@@ -107,9 +107,9 @@ class Inputs:
 
     Attributes:
         trees: PyTorch's backend, which flattened the arguments.
-        treedef: The structure of the tuple of arguments.
+        treedef: The treedef of the argument tuple.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
-        names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
+        names: Maps the index of each differentiated leaf to its path, such as "argument 0[x]".
         integers: A description of the arrays that have no derivative.
     """
 
@@ -125,7 +125,7 @@ class Inputs:
         trees = import_module("gradtools.torch")._api._backend
         try:
             leaves, treedef = trees.flatten(tuple(args))
-        except GradtoolsError as error:  # an array of JAX
+        except GradtoolsError as error:  # a JAX array
             raise GradtoolsError(f"{caller}: {error} {_BOTH}") from None
         names, integers = dict[int, str](), list[str]()
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
@@ -133,8 +133,8 @@ class Inputs:
             kind = type(leaves[i])
             if kind.__module__.split(".")[0] == "torch":
                 raise GradtoolsError(
-                    f"{caller}: {name} is a {kind.__name__}, which only one of the frameworks "
-                    f"takes. {_BOTH}"
+                    f"{caller}: {name} is a {kind.__name__}, which only one framework accepts. "
+                    f"{_BOTH}"
                 )
             if not isinstance(leaves[i], np.ndarray | np.generic | float | complex):
                 continue
@@ -206,7 +206,7 @@ def library(x: Any) -> str | None:
 
 @contextlib.contextmanager
 def in_double_precision(wanted: bool) -> Iterator[None]:
-    """Context manager that enables JAX's 64-bit types, if wanted."""
+    """Context manager that enables JAX's 64-bit types if `wanted` is true."""
     if not wanted:
         yield
         return
@@ -250,19 +250,19 @@ def inexact(arrays: Output) -> Output:
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Casts x to another precision; complex stays complex, integers are unchanged."""
+    """Casts x to another precision; complex arrays stay complex, integers are unchanged."""
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":
         if dtype not in ("float64", "float32"):
-            raise GradtoolsError(f"cross_check: complex numbers of {dtype} do not exist.")
+            raise GradtoolsError(f"cross_check: no complex dtype has the precision of {dtype}.")
         return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
     bfloat16 = dtype == "bfloat16"
     return x.astype(import_module("ml_dtypes").bfloat16 if bfloat16 else dtype)
 
 
 def normal(path: str) -> str:
-    """Normalizes a leaf's path: ['a'], .a and .a.value are equal."""
+    """Normalizes a leaf's path, so that the paths ['a'], .a and .a.value are equal."""
     return "".join(f"[{token}]" for token in tokens(path))
 
 

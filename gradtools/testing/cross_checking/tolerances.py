@@ -44,7 +44,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         The relative error, a Python float; 0.0 for integers and booleans, which must be equal.
 
     Raises:
-        GradtoolsError: There is no row for the dtype, or no column for the order.
+        GradtoolsError: The tolerance table has no row for the dtype or no column for the order.
 
     Example:
         >>> from gradtools.testing import tolerance
@@ -60,7 +60,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         return 0.0
     raise GradtoolsError(
         f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
-        "and the complex dtypes made of them. Pass a tolerance of your own."
+        "and the corresponding complex dtypes. Pass a tolerance of your own."
     )
 
 

@@ -31,13 +31,13 @@ CALLER = "first_divergence"
 class Divergence(Report):
     """The report of `first_divergence`; true if nothing differs.
 
-    `comparisons` lists the outputs, the gradients at the arguments and at the parameters.
+    `comparisons` lists the compared outputs and the compared gradients of arguments and parameters.
 
     Attributes:
-        kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a
-            parameter of the port differs from PyTorch's, "not finite" if an output has no
+        kind: "agrees"; "value" if outputs differ, "gradient" if only gradients differ, "parameter"
+            if a parameter of the port differs from PyTorch's, "not finite" if an output has no
             finite entry on either side.
-        torch: The operation in PyTorch at which the programs diverge; None if there is none.
+        torch: The operation in PyTorch at which the programs diverge; None if the programs agree.
         jax: The operation in JAX.
         last_torch: The last common value from which both operations are computed, in PyTorch.
         last_jax: The last common value in JAX.
@@ -52,7 +52,7 @@ class Divergence(Report):
     relation: str = ""
 
     def explanation(self) -> str:
-        """Explains the divergence in a few lines; empty if there is none."""
+        """Explains the divergence in a few lines; empty if the programs agree."""
         if not self.relation:
             return ""
         lines = [f"The programs diverge in a {self.kind}: {self.relation}"]
@@ -80,9 +80,10 @@ def first_divergence(
     """Names the first operations at which a PyTorch program and its port to JAX diverge.
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
-    transformed functions are also compared; the report has the user's lines on both sides.
-    Intermediate values may have other layouts and be computed in another order. Entries that
-    are NaN or infinite on both sides are not compared; the report counts them for the outputs.
+    transformed functions are also compared; the report contains the user's source lines on both
+    sides. Intermediate values may have different layouts and be computed in a different order.
+    Entries that are NaN or infinite on both sides are not compared; the report counts them for the
+    outputs.
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).

@@ -76,7 +76,7 @@ _watched.defvjp(lambda step, x: (x, None), _store)
 
 
 class _UnrolledValues(Unrolling[Step, Place, Place]):
-    """Records a step for each value."""
+    """Records a `Step` for each value of the evaluated jaxpr."""
 
     longest = 5000
 
@@ -84,7 +84,7 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
         self.steps: list[Step] = []
 
     def step(self, step: Step) -> Step:
-        """Adds a step; records the cotangent of its value if it is tracked."""
+        """Appends a `Step` and, if the step is tracked, records the cotangent of its value."""
         self.steps.append(step)
         step.value = _watched(step, step.value) if step.tracked else step.value
         return step

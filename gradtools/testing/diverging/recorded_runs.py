@@ -1,9 +1,9 @@
 """Two recorded runs, and the first pair of operations at which they diverge.
 
-Values are compared first: the operations between the common values of the runs and the differing
-outputs may be wrong. The first of these operations on each side are paired by their common
-operands. If all outputs agree, the cotangents of common values are compared: the last common value
-with unequal cotangents is used by the operations whose derivatives differ.
+Values are compared first: the programs diverge at an operation between the common values of the
+runs and the differing outputs. The first of these operations on each side are paired by their
+common operands. If all outputs agree, the cotangents of common values are compared: the last common
+value with unequal cotangents is used by the operations whose derivatives differ.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RecordedRuns:
         torch: The run in PyTorch.
         jax: The run in JAX.
         outputs: The pairs of outputs.
-        classes: The values that both runs have, by `Step.entries`.
+        classes: The values that occur in both runs, by `Step.entries`.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
         notes: Notes for a report.
     """
@@ -174,7 +174,7 @@ class RecordedRuns:
         for k, line in enumerate((ours, theirs)):
             values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
             for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
-                values[letters[p.entries]] = p.value  # in the layout that the line uses
+                values[letters[p.entries]] = p.value  # in the layout that this line of code uses
             expressions.append([expressions_of(s.value, values) for s in line])
             direct.append({letters.get(p.entries) for s in line for p in s.parents})
         sizes = self.check.sizes()
@@ -182,7 +182,7 @@ class RecordedRuns:
             return found
         if how := _simple(a, b, sizes) or _simple(ours[-1], theirs[-1], sizes):
             return how
-        # A fused operation of PyTorch is a function of a value in JAX's line.
+        # PyTorch's fused operation may be a function of a value that JAX's line computes.
         fused = [s for s in self.torch.steps if s.place is a.place]
         forms = lambda steps, x: [with_constant(s.value, x.value) for s in steps]
         causes = (expression_cause(forms(fused, x), forms(theirs, x)) for x in theirs)
@@ -204,9 +204,9 @@ class RecordedRuns:
         uses = [[c for c in of if c.tracked and c.entries != x.entries] for of in used]
         chosen = [(u or side)[0] for u, side in zip(uses, sides, strict=True)]
         found = relation(*(_cotangents(x, y) or (x.gradient, y.gradient)))
-        words = f"another derivative; cotangents: {found or UNRELATED}"
+        words = f"different derivatives; cotangents: {found or UNRELATED}"
         for k, name in enumerate(SIDES):
-            # Reports the stop, and the use of the value on the other side.
+            # Report the stopped gradient, and the operation that uses the value on the other side.
             if stops[k] and not stops[1 - k]:
                 chosen[k], words = stops[k][0], f"stopped gradient in {name}"
                 after = {c.entries for c in chosen[k].children if c.entries >= 0}
@@ -232,7 +232,7 @@ def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """Returns a key for `max`: has common operands, early in PyTorch, share of common operands."""
+    """Returns a sort key: pairs with common operands, then pairs that run early, are largest."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number

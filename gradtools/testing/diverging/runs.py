@@ -1,8 +1,8 @@
 """Recorded runs, and the values that two runs have in common.
 
 A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values
-count as equal if they agree after a permutation of axes or a reshape. Candidates are found by
-sums of powers of the moduli, which do not depend on the order of the entries.
+count as equal if they agree after a permutation of axes or a reshape. Candidates are found by sums
+of powers of the absolute values, which do not depend on the order of the entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradtools.code_origin import Source
 from gradtools.testing.relations import MASKED, Move, equal, layouts
 
 NONE, WEAK, STRONG = range(3)
-_SAMPLE = 4096  # the number of entries that are read to recognize a mask
+_SAMPLE = 4096  # number of entries that are compared to recognize a mask
 HALF = 3e-2
 _ACCURACIES = {
     **dict.fromkeys(("float64", "complex128"), 1e-9),
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def line(self) -> Source | None:
-        """The user's innermost line; None for an operation of a library."""
+        """The innermost line of the user's code; None for an operation inside a library."""
         return self.lines[0] if self.lines else None
 
     def __str__(self) -> str:
@@ -66,17 +66,17 @@ class Step:
 
     Attributes:
         place: The operation that returned the value.
-        value: The value in NumPy; floating types of 16 bits are widened.
+        value: The value as a NumPy array; 16-bit floating dtypes are widened.
         parents: The steps of the operation's operands.
         children: The steps that use the value.
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
-        number: The position in the run.
+        number: The index of the step in the run.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         moving: Whether the value depends on a leaf.
-        entries: The number of the class of values of both runs with these entries; -1 if the other
-            run has no value with these entries.
+        entries: The index of the group of values with the same entries in both runs; -1 if the
+            other run has no value with these entries.
         is_common: Whether the other side has an equal value, up to a permutation of the axes.
     """
 
@@ -95,18 +95,18 @@ class Step:
 
     @property
     def gradient(self) -> Any:
-        """The cotangent, as an array."""
+        """The cotangent as an array, with zeros in place of None."""
         return np.zeros(self.value.shape) if self.cotangent is None else self.cotangent
 
 
 @dataclass
 class Run:
-    """The record of one side.
+    """The recorded run of one program.
 
     Attributes:
         steps: The steps in order.
         outputs: The steps of the outputs by path.
-        pull: Sets the cotangents of the steps, from NumPy arrays for the outputs by path.
+        pull: Sets the cotangents of the steps, given NumPy cotangents of the outputs by path.
     """
 
     steps: list[Step]
@@ -144,7 +144,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates how unlikely equality with x is by chance: NONE, WEAK or STRONG."""
+    """Rates how unlikely accidental equality with x is: NONE, WEAK or STRONG."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -157,7 +157,7 @@ def strength(x: np.ndarray) -> int:
 
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
-    """Returns the name of the layout in which a equals b, and its conversion of a; or None."""
+    """Returns the layout's name and the converted a if a equals b in a layout, else None."""
     every = layouts(a, b.shape)
     return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
@@ -185,19 +185,19 @@ def accuracy_of(a: Step, b: Step) -> float:
 def match(
     torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]
 ) -> dict[int, tuple[list[Step], list[Step]]]:
-    """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
+    """Finds the values that occur in both runs, and sets `Step.entries` and `Step.is_common`.
 
-    A reshape where the other side transposes gives an array with the entries of a common value in
-    another order. Such an array equals a value of another shape, but no value of its own shape, and
-    is not common.
+    If one side reshapes where the other side transposes, the reshaped array has the entries of a
+    common value in a different order. The reshaped array equals a value of another shape, but no
+    value of its own shape, and is not common.
 
     Args:
         torch: The run in PyTorch.
         jax: The run in JAX.
-        named: Pairs of leaves that correspond, which are common even if their values are constant.
+        named: Pairs of corresponding leaves, which are common even if the values are constant.
 
     Returns:
-        For each number of `Step.entries` the steps of PyTorch and of JAX with these entries.
+        Maps each index in `Step.entries` to the steps of PyTorch and of JAX with these entries.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

@@ -1,4 +1,4 @@
-"""Records a run in PyTorch with the recorder of `gradient_graph`: its values and cotangents.
+"""Records the values and cotangents of a PyTorch run with the recorder of `gradient_graph`.
 
 The cotangents are gradients at the edges of autograd's graph, from one backward pass.
 """
@@ -28,7 +28,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     Args:
         side: The side to which the program belongs.
         program: A function of the leaves in PyTorch.
-        leaves: The arrays by name, all of them differentiated.
+        leaves: The arrays by name, which are all differentiated.
     """
     arrays = side.arrays([*leaves.values()])
     with recording_run("first_divergence: a program", lambda xs: program(*xs), arrays) as undo:
@@ -69,7 +69,7 @@ class _ValueRecorder(RunRecorder):
         self.edges: dict[int, GradientEdge] = {}
 
     def new(self, x: Any, name: str = "") -> int:
-        """Creates a value; `add` sets its place unless it is a captured tensor."""
+        """Creates a step for a captured tensor; `add` sets the operation of all other steps."""
         number = super().new(x, name)
         if isinstance(x, torch.Tensor):
             self.steps[number] = Step(Place("captured"), _array(x), leaf="captured")

@@ -1,6 +1,6 @@
 """`ParameterMapping`: pairs of parameters of a torch.nn model and its JAX port, and conversions.
 
-Each pair is a linear map, so gradients and directions are converted as well.
+Each pair defines a linear map, which also converts gradients and tangents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Layout:
         axes: The permutation; None for the identity.
         reversed_axes: The permuted axes that are reversed.
         shape: The shape in JAX; None if the permutation determines it.
-        rows: The range of rows of PyTorch's array; None for all.
+        rows: The range of rows of PyTorch's array; None for all rows.
     """
 
     name: str
@@ -84,9 +84,9 @@ class ParameterMapping:
     """The pairs of two models' parameters, and the conversion of PyTorch's arrays to JAX's.
 
     Attributes:
-        entries: The pairs.
+        entries: The pairs of parameters.
         left_out: Parameters and buffers without a counterpart, with reasons.
-        notes: Pairs that were made by order rather than by name.
+        notes: Pairs that were matched by order rather than by name.
         source: The PyTorch arrays from which the mapping was made.
     """
 
@@ -100,15 +100,15 @@ class ParameterMapping:
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
-                state_dict or gradients by name; names of this mapping that are missing from it are
-                absent from the result.
+                state_dict or gradients by name; names of this mapping that are missing from the
+                argument are absent from the result.
 
         Returns:
-            Nested dictionaries of NumPy arrays, the structure of the JAX parameters: flax.linen's
-            new variables, or the argument of `nnx.update`.
+            Nested dictionaries of NumPy arrays with the structure of the JAX parameters:
+            flax.linen's new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: A name or a shape does not belong to this mapping.
+            GradtoolsError: A name or a shape in `params` does not belong to this mapping.
         """
         arrays = read_torch(torch_params)
         if unknown := [name for name in arrays if name not in self.source]:
@@ -128,7 +128,7 @@ class ParameterMapping:
         return nested(flat)
 
     def into(self, module: Any) -> Any:
-        """Returns a copy of the JAX model that has the weights from which the mapping was made.
+        """Returns a copy of the JAX model with the PyTorch weights of this mapping.
 
         Args:
             module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.

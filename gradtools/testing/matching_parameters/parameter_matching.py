@@ -9,7 +9,7 @@ The libraries store the same numbers under different names and in different axis
     transposed             weight (in, out, *window)      kernel (*reversed window, in, out)
     with transpose_kernel  weight (in, out, *window)      kernel (*window, out, in)
     embedding              weight (number, width)         embedding (number, width)
-    normalisation          weight, bias                   scale, bias
+    normalization          weight, bias                   scale, bias
     running statistics     running_mean, running_var      mean, var
     attention              in_proj_weight (3 width, in)   query, key, value: kernel (in, heads, d)
     LSTM, GRU, RNN         weight_ih (gates h, in)        a kernel for each gate, or for all
@@ -81,13 +81,13 @@ def match_parameters(
 
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
-            Names ending in running_mean and running_var are found in JAX's batch statistics.
+            Arrays named running_mean and running_var are paired with JAX's batch statistics.
         jax_params: flax.linen's variables or its "params" alone, or a pair `(module, variables)`;
             an `nnx.Module` or `nnx.State`; an `equinox.Module`; nested dictionaries of arrays.
-        overrides: Pairs that take precedence over the names. The keys are PyTorch's names of
+        overrides: Pairs that take precedence over pairing by name. The keys are PyTorch's names of
             modules or arrays. A value is the name in JAX (its parts joined by "." or "/"), a pair
             of this name and a `Layout` or a permutation of the axes, or None to omit the array.
-        partial: True returns the pairs that were found and lists the rest in `left_out`.
+        partial: True returns the pairs that were found and lists unpaired arrays in `left_out`.
 
     Returns:
         A `ParameterMapping`, with `to_jax` and `into`.
@@ -134,12 +134,12 @@ class _Matching:
         self.left_out, self.notes = list[str](), list[str]()
 
     def override(self, name: str, target: Any) -> None:
-        """Pairs an array, leaves it out, or renames a module."""
+        """Applies one override: pairs an array, omits the array, or renames a module."""
         if name not in self.torch:
             if not any(n.startswith(f"{name}.") for n in self.torch) or not isinstance(target, str):
                 raise GradtoolsError(
                     f"{CALLER}: overrides (mapping) names {name!r}, which is neither an array nor "
-                    f"a module of the PyTorch model. Its names begin with "
+                    f"a module of the PyTorch model. The model's names begin with "
                     f"{', '.join([*self.source][:4])}."
                 )
             self.renamed[name] = target
@@ -154,7 +154,7 @@ class _Matching:
             known = ", ".join(joined(p) for p in list(self.jax)[:4])
             raise GradtoolsError(
                 f"{CALLER}: overrides (mapping) pairs {name} with {jax_name!r}, which the JAX "
-                f"model does not have. Its names begin with {known}."
+                f"model does not have. The model's names begin with {known}."
             )
         y = self.jax.pop(path)
         if how is None:
@@ -164,8 +164,8 @@ class _Matching:
         if layout is None or layout.to_jax(x).shape != y.shape:
             raise GradtoolsError(
                 f"{CALLER}: overrides (mapping) pairs {name} of shape {x.shape} with {jax_name} "
-                f"of shape {y.shape}. Give the permutation of axes that makes them equal, as a "
-                "pair (name, axes)."
+                f"of shape {y.shape}. Give the permutation of axes that makes the shapes "
+                "equal, as a pair (name, axes)."
             )
         self.entries.append(ParameterPair(name, path, layout, x.shape))
 
@@ -203,7 +203,7 @@ class _Matching:
                     self.notes.append(f"paired by order: {pair[0]} with {name}")
 
     def _pair(self, module: str, jax_module: Path) -> bool:
-        """Pairs the arrays of two modules, if they fit; returns whether they do."""
+        """Pairs the arrays of two modules if their shapes match; returns whether they match."""
         if not (pairs := self._fits(module, jax_module)):
             return False
         self.entries += pairs
@@ -255,7 +255,7 @@ class _Matching:
         rest += [f"{joined(p)} {y.shape} (no counterpart in PyTorch)" for p, y in self.jax.items()]
         if rest and not partial:
             raise GradtoolsError(
-                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair them by overrides (or "
+                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair these with overrides (or "
                 "mapping)={torch name: jax name}; None in place of JAX's name omits a PyTorch "
                 "parameter, and partial=True omits all of them."
             )
@@ -285,7 +285,7 @@ class Part(NamedTuple):
 
 
 def _role(module: str, leaves: Mapping[str, Part]) -> str:
-    """Returns "query", "key" or "value" for a part of one matrix; empty for other modules."""
+    """Returns "query", "key" or "value" for a part of a joint matrix; "" for other modules."""
     return module.rpartition(".")[2] if any(part.rows for part in leaves.values()) else ""
 
 
@@ -324,8 +324,8 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
 def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
     """Groups JAX's arrays by module and leaf.
 
-    The norms of a normalized weight are the leaf "g". If PyTorch's model has a recurrent cell,
-    modules that are named like gates become leaves of their cell, such as "hf.kernel".
+    The norms of a normalized weight are stored in the leaf "g". If PyTorch's model has a recurrent
+    cell, modules that are named like gates become leaves of their cell, such as "hf.kernel".
     """
     modules: JaxModules = {}
     has_cells = any("weight_hh" in leaves for leaves in ours.values())
@@ -333,7 +333,7 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
         module, leaf = without_collection(path[:-1]), str(path[-1])
         if has_cells and (gate := gate_of(*path[-2:-1])):
             module, leaf = module[:-1], f"{gate}.{leaf}"
-            module = module[:-1] if module[-1:] == ("cell",) else module  # of an RNN
+            module = module[:-1] if module[-1:] == ("cell",) else module  # for an RNN
         elif "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
             module, leaf = (*module[:-1], *leaf.split("/")[:-2]), "g"
         elif (*path[:-2], "g") in arrays:  # equinox's WeightNorm has g, layer.weight, layer.bias
@@ -343,7 +343,7 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
 
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
-    """Returns the layout that converts one shape to the other; None if there is none."""
+    """Returns the layout that converts one shape to the other, or None if no layout does."""
     leaf, rank, window = str(path[-1]), len(shape), range(2, len(shape))
     if leaf != "kernel":
         tried = [Layout("as it is")]

@@ -1,4 +1,4 @@
-"""The parameters of models as NumPy arrays by name, and the normalization of names."""
+"""Reads the parameters of models as NumPy arrays by name, and normalizes the names."""
 
 from __future__ import annotations
 

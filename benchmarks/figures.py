@@ -65,8 +65,8 @@ def _of_steps() -> str:
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]
     lines = [
-        "The next table compares steps with hand-written code or with another package. The figures "
-        "are ratios of processor times, unless the row names another quantity. "
+        "The next table compares gradtools with hand-written code or with another package. The "
+        "figures are ratios of processor times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
         "[steps](../benchmarks/results/steps.md#floors) counts the operations and calls.",
         "",

@@ -203,17 +203,17 @@ PICTURES = (
     Picture(
         "stopped",
         "A loss with a stopped gradient",
-        "This is the commitment loss of a quantized layer. `h.detach()` stops the gradient at the "
-        "red edge to `round`; the other edge of `h` still propagates a gradient. Dashed edges are "
-        "the {kept} bytes that are saved for the backward pass.",
+        "The program is the commitment loss of a quantized layer. `h.detach()` stops the gradient "
+        "at the red edge to `round`; the other edge of `h` still propagates a gradient. Dashed "
+        "edges are values that are saved for the backward pass, {kept} bytes in total.",
         commitment,
         (_drawn(4, 2), _drawn(3, 4, seed=1)),
     ),
     Picture(
         "square",
         "Square: an input is saved",
-        "The backward pass reads the saved input `a` and can be differentiated with respect to it. "
-        "{kept} new bytes are saved.",
+        "The backward pass reads the saved input `a` and can be differentiated with respect to "
+        "`a`. The program saves {kept} new bytes.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -221,7 +221,8 @@ PICTURES = (
     Picture(
         "exp",
         "Exp: an output is saved",
-        "The saved output `b` depends on x through the rule itself. {kept} new bytes are saved.",
+        "The saved output `b` depends on x through the rule itself. The program saves {kept} new "
+        "bytes.",
         lambda x: Exp.apply(x),
         (X,),
         2,
@@ -229,8 +230,8 @@ PICTURES = (
     Picture(
         "sinh_lost",
         "Sinh, and its second gradient is lost",
-        "Two exponentials are saved on `ctx` without a graph to x. PyTorch therefore returns None "
-        "for the second gradient, and the picture does not contain it.",
+        "The rule saves two exponentials on `ctx` without a graph to x. PyTorch therefore returns "
+        "None for the second gradient, and the picture contains no second gradient.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,
@@ -238,8 +239,8 @@ PICTURES = (
     Picture(
         "sinh",
         "Sinh, fixed",
-        "The exponentials are outputs of the rule, and the second gradient flows through their "
-        "cotangents.",
+        "The exponentials are additional outputs of the rule, and the second gradient flows "
+        "through the cotangents of these outputs.",
         lambda x: Sinh.apply(x)[0],
         (X,),
         2,
@@ -247,7 +248,8 @@ PICTURES = (
     Picture(
         "cube",
         "Cube: a rule for the rule's backward",
-        "The backward pass is a separate rule, `CubeBackward`. A C or NumPy kernel requires this.",
+        "The backward pass is a separate rule, `CubeBackward`. The backward pass of a C or NumPy "
+        "kernel requires a separate rule.",
         lambda x: Cube.apply(x),
         (X,),
         2,
@@ -256,7 +258,7 @@ PICTURES = (
         "transformer_block",
         "A transformer block",
         "The graph has {operations} operations, and blocks are modules. The residual connections "
-        "bypass `self_attn` and the linear layers. {kept} new bytes are saved.",
+        "bypass `self_attn` and the linear layers. The program saves {kept} new bytes.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -265,7 +267,7 @@ PICTURES = (
         "resnet_block",
         "A residual block",
         "`relu` saves its output, a convolution saves its input, and batch normalization saves its "
-        "input and two numbers per channel. In total, {kept} bytes are saved.",
+        "input and two numbers per channel. In total, the program saves {kept} bytes.",
         RESNET,
         (_drawn(2, 2, 4, 4, seed=1),),
         held=_held(RESNET),
@@ -274,7 +276,8 @@ PICTURES = (
         "wgan_gp",
         "The gradient penalty of WGAN-GP",
         "The loss contains a gradient, so its forward pass contains an inner backward pass. The "
-        "outer backward pass adds both gradients of the weights. {kept} new bytes are saved.",
+        "outer backward pass adds both gradients of the weights. The program saves {kept} new "
+        "bytes.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),
@@ -301,10 +304,10 @@ PICTURES = (
 
 HEAD = """# Gallery of graphs
 
-[`gradient_graph`](graphs.md) draws these pictures. On the site, click a picture to open its
-interactive page. The forward pass is blue, the backward pass is orange, and the backward pass of
-the backward pass is violet. Dashed edges are values that are saved for a later pass, and red edges
-are lost derivatives. The last two programs use JAX.
+[`gradient_graph`](graphs.md) draws the pictures on this page. On the site, click a picture to open
+its interactive page. The forward pass is blue, the backward pass is orange, and the backward pass
+of the backward pass is violet. Dashed edges are values that are saved for a later pass, and red
+edges are lost derivatives. The last two programs use JAX.
 """
 
 

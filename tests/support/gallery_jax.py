@@ -46,8 +46,8 @@ PICTURES = (
     Picture(
         "jax_sinh",
         "In JAX: sinh with its intermediates saved",
-        "With `jax.custom_vjp` the second gradient exists: JAX also differentiates the rule's "
-        "forward function, so the saved exponentials depend on x.",
+        "With `jax.custom_vjp` the second gradient exists, because JAX also differentiates the "
+        "forward function of the rule, and the saved exponentials depend on x.",
         sinh,
         (jnp.asarray([0.5, -1.0, 2.0], jnp.float32),),
         2,
@@ -57,7 +57,7 @@ PICTURES = (
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
         "The inner `jax.grad` is traced into the forward pass, which gives {operations} operations "
-        "in total. {kept} new bytes are saved.",
+        "in total. The program saves {kept} new bytes.",
         penalty,
         (_PARAMS, _X),
         gt=gt,

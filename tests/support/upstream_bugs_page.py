@@ -201,22 +201,23 @@ _OURS = {
 _HEAD = """# Wrong derivatives in the frameworks
 
 gradtools differentiates f as the framework does, and returns the framework's numbers.
-[`checked`](answers-for.md#check-the-rest) reports a wrong derivative in your program, by finite
-differences.
+[`checked`](answers-for.md#check-the-rest) compares the derivatives of your program with finite
+differences and reports wrong derivatives.
 
 ## PyTorch {version}
 
-Parentheses contain the result of plain PyTorch if it is zero, NaN or an error. Two cases are
-correct in gradtools: attention, if gradtools chooses forward mode or a second derivative, and
-normalization layers in forward mode and under gradtools' own `vmap`. If a derivative is a wrong
+Parentheses contain the result of plain PyTorch if the result is zero, NaN or an error. If the third
+column contains "right in gradtools", gradtools returns the correct derivative: for example, the
+derivative of attention if gradtools chooses forward mode or a second derivative, and the derivative
+of normalization layers in forward mode and under gradtools' own `vmap`. If a derivative is a wrong
 number and the last column contains "no report", see [our reports](upstream/index.md). `python -m
-tests.support.upstream_bugs_page` writes the table.
+tests.support.upstream_bugs_page` generates the table.
 
 | wrong in PyTorch | derivative | found by `checked` | reported as |
 |---|---|---|---|
 """
 _MORE = """
-These derivatives are also wrong in PyTorch, and therefore in gradtools:
+The following derivatives are also wrong in PyTorch, and therefore in gradtools:
 
 - **Custom operators** (`torch.library`): forward mode through a registered backward returns zero.
 - **`torch.autograd.Function`**: a derivative with respect to saved intermediates is lost at second
@@ -225,9 +226,9 @@ These derivatives are also wrong in PyTorch, and therefore in gradtools:
 - **TorchScript**: forward mode and second derivatives of `torch.func` return zero if any tensor
   requires a gradient (torch#73972, torch#84681).
 - **`torch.no_grad`** does not stop forward mode (torch#128600). `frozen` and `mixed_partial` choose
-  forward mode internally, so they stop tangents in `no_grad` blocks.
-- **`torch.compile`**: compiled code loses tangents and second derivatives if it is differentiated
-  from outside (torch#91469). `gt.compile` runs the function eagerly in forward mode.
+  forward mode internally, so they also stop tangents in `no_grad` blocks.
+- **`torch.compile`**: compiled code loses tangents and second derivatives if uncompiled code
+  differentiates it (torch#91469). `gt.compile` runs the function eagerly in forward mode.
 
 ## JAX
 

@@ -230,9 +230,10 @@ def index() -> str:
     lines = [f"- [{report.title}]({report.name}.md)\n" for report in REPORTS]
     return (
         "# Reports for PyTorch and JAX\n\n"
-        "[`checked`](../answers-for.md#check-the-rest) or the tests found these wrong derivatives. "
-        "No upstream\nissue was found for them, and each page is ready to be filed as an issue.\n"
-        "`python -m tests.support.upstream_reports` writes the pages.\n\n" + "".join(lines)
+        "[`checked`](../answers-for.md#check-the-rest) or gradtools' tests found the following\n"
+        "wrong derivatives, for which no upstream issue was found. Each page can be filed as an\n"
+        "issue. `python -m tests.support.upstream_reports` generates the pages.\n\n"
+        + "".join(lines)
     )
 
 

@@ -6,8 +6,8 @@ module write to a buffer:
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
 
-With ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean also
-run over the ranks, so that the mean over all tokens is exact, however they are distributed.
+With several ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean
+also run over the ranks, so the mean over all tokens is exact for any distribution of the tokens.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
 Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
@@ -71,16 +71,17 @@ class Accumulation(Operators):
         return GradientAccumulator(self._backend, dtype, compensated)
 
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
-        """Adds gradients into a buffer.
+        """Adds gradients to a buffer.
 
         PyTorch: target contains the parameters. Gradients are added to each `.grad` as by
         `backward()`: in place if possible; a `.grad` that is None is created. Calls from many
         threads are serialized by one lock, which does not guard against a simultaneous `backward()`
         or optimizer step. Gradients are copied and detached; hooks do not run, and
-        DistributedDataParallel does not reduce. If any entry does not fit, nothing is written.
+        DistributedDataParallel does not reduce. If the shape, dtype or path of any entry does not
+        match, no `.grad` is changed.
 
-        JAX: target is the buffer; the function writes nothing and returns the new buffer. It works
-        under jit. A program that uses the return value runs in both frameworks.
+        JAX: target is the buffer; the function writes nothing and returns the new buffer. The
+            function works under jit. A program that uses the return value runs in both frameworks.
 
         Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
         entry of None leaves everything below it unchanged.
@@ -150,9 +151,9 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The sums so far, or one term. It is replaced as a whole, so that `add` is atomic."""
+    """The state of an accumulator, or one weighted term; `add` is atomic: it replaces the state."""
 
-    treedef: Any  # the gradients' structure
+    treedef: Any  # the tree structure of the gradients
     paths: tuple[str, ...]  # the leaf paths of the gradients; empty for a term
     specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
     # The weighted sums, which a backend may update in place; for a term, its detached leaves.
@@ -169,11 +170,10 @@ class GradientAccumulator:
     """A running weighted sum of gradients, created by `gt.GradientAccumulator`.
 
     All methods may be called from many threads: a lock serializes them. The accumulator stores
-    detached numbers in its own memory and returns copies. It is an ordinary Python object with
-    state. In JAX, create it, add to it and read it either outside of every transformation or inside
-    one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise an error
-    is raised: the accumulator would leak a tracer, or add gradients only while a function is
-    traced.
+    detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
+    created, filled and read outside of all transformations, or inside one traced function; in
+    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised: the
+    accumulator would leak a tracer, or add gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -269,7 +269,7 @@ class GradientAccumulator:
         return self._result(treedef, self._over(sums, weight), dtypes)
 
     def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
-        """Casts the values to the dtypes of the results, and builds their tree."""
+        """Casts the values to the result dtypes and unflattens them to a pytree."""
         pairs = zip(values, dtypes, strict=True)
         cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
         return self._backend.unflatten(treedef, cast)
@@ -332,7 +332,7 @@ class GradientAccumulator:
                     )
             cast.append(x)
         weight = term.weight
-        if not isinstance(weight, (int, float)):  # gradients of weight 0 may be NaN
+        if not isinstance(weight, (int, float)):  # x may be NaN if w is 0
             pairs = [(self._factor(weight, x), x) for x in cast]
             return [w * self._backend.xp.where(w == 0, zeros_like(x), x) for w, x in pairs]
         if weight == 0:
@@ -350,7 +350,7 @@ class GradientAccumulator:
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
     def _after(self, term: State) -> State:
-        """Returns the state with the term added."""
+        """Returns the accumulator's state after the term is added."""
         state = self._state
         assert state is not None
         self._check_alike(state, term)
@@ -370,7 +370,7 @@ class GradientAccumulator:
             if self._compensated:
                 share, xp = s - a, self._backend.xp
                 error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
-                total = xp.where(xp.isfinite(s), s + error, s)  # otherwise the error is NaN
+                total = xp.where(xp.isfinite(s), s + error, s)  # error is NaN if s is not finite
                 errors.append(error - (total - s))
             totals.append(total)
         return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)
@@ -378,7 +378,7 @@ class GradientAccumulator:
     # --- helpers
 
     def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
-        """Returns the state and `of(state)`, which copies the sums under the lock."""
+        """Returns the state and `of(state)`, computed under the lock; `of` copies the sums."""
         self._check_trace(caller)
         with self._lock:
             state = self._state

@@ -155,7 +155,7 @@ class Arrays(ABC):
         return self.xp.ones_like(x)
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """Returns the unit vectors of x's shape, with this many zeros before and after them."""
+        """Returns all unit vectors of x's shape, between `before` and `after` zero vectors."""
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 

@@ -1,8 +1,8 @@
 """The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
-Two tables below define options and commands. No framework is imported before a command needs it, so
-``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative result of a check,
-and 2 for wrong usage or if a check could not be run.
+Two tables in this module define options and commands. No framework is imported before a command
+needs it, so ``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative
+result of a check, and 2 for wrong usage or if a check could not be run.
 """
 
 import argparse

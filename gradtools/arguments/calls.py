@@ -2,7 +2,7 @@
 
 Derivative operators take arguments that are pytrees; backends take lists of arrays. A `Call`
 converts between them: it flattens the differentiated arguments, names each leaf by its argument and
-path, and unflattens results. It also validates the user's arguments.
+path, and unflattens results. `Call` also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Call:
     def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
         """Returns a copy for pullbacks: names, structures, shapes and dtypes without arrays.
 
-        out: f's output, for its paths.
+        out: f's output, for leaf paths in messages.
         """
         bare = copy(self)
         bare.leaves, bare._exact = [aval(x) for x in self.leaves], self.exact_tangents
@@ -202,7 +202,7 @@ class Call:
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """Flattens one tree per differentiated argument, and checks the leaves.
 
-        what: A word for the trees in messages. For "tangent", messages name the trees "tangent 0"
+        what: The name of the trees in messages. For "tangent", messages name the trees "tangent 0"
             and so on; if the arguments have names, `what` is the name of the single tree.
         """
         own = self.names[0] if self.names else "argument"

@@ -143,7 +143,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
 ) -> Array:
-    """Converts x to a framework array on `device_of`'s device; raises an error that names it."""
+    """Converts x to a framework array on `device_of`'s device; raises an error that names x."""
     if backend.is_array(x):
         return x
     backend.check_array(x, name)
@@ -161,9 +161,9 @@ def as_array(
 def differentiable_leaf(
     backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str
 ) -> Array:
-    """Returns the leaf as a differentiable array; raises an error that names it.
+    """Returns the leaf as a differentiable array; otherwise raises an error that names the leaf.
 
-    elsewhere: Advice at the end of the message.
+    elsewhere: The advice at the end of an error message.
     """
     came, fix = "", "Cast it"
     if isinstance(leaf, bool | int):
@@ -227,7 +227,7 @@ def matching(
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
-    """Raises unless `given` is a dictionary whose keys are these names."""
+    """Raises unless `given` is a dictionary whose keys are the given names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
             f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "

@@ -34,13 +34,13 @@ class Outputs:
         # or if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
-        self._treedef: Any = _UNKNOWN  # None if the output is one array
+        self._treedef: Any = _UNKNOWN  # None if the output is a single array
         self._constants: dict[int, Any] = {}  # leaves that are not arrays
         self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's slices of a list
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # the list items of each chunk
 
     def same_as(self, number: int, others: range) -> None:
-        """Copies list slices of chunk `number` to `others`, the chunks that it represents."""
+        """Copies the list items of chunk `number` to the equal chunks `others`."""
         for other in others:
             self._lists[other] = self._lists[number]
 

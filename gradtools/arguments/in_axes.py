@@ -18,13 +18,13 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Argument(NamedTuple):
-    """An argument of a call."""
+    """A positional or keyword argument of a call, with its batch axes."""
 
-    key: int | str  # its position, or its keyword
+    key: int | str  # the argument's position or keyword
     value: Any
-    axes: Any = None  # the axis on which it is split, None if it is shared, or a tree of axes
+    axes: Any = None  # the batch axis, None if the argument is shared, or a tree of axes
     named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # a name for messages, if it is not an argument of f
+    label: str | None = None  # a name for messages, if not an argument of f
 
     @property
     def name(self) -> str:

@@ -60,7 +60,7 @@ def passed_on(error: Exception) -> str:
 
 
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
-    """Returns a better error for a call that does not match an operator's signature.
+    """Returns an error that explains how a call differs from an operator's signature.
 
     Python's message names the operator's private class, but not its parameters. Returns None if the
     error was raised inside the call.

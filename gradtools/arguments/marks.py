@@ -38,7 +38,7 @@ class Mark:
 
 
 class MarkedValues:
-    """The marks of one evaluation, in order, and their arrays."""
+    """The marks of one evaluation of f and their arrays, in order of evaluation."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by place
@@ -68,7 +68,7 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """The current position of this thread. Class attributes are the fastest to read."""
+    """The position of the current thread in a traced f; class attributes are the fast defaults."""
 
     tape: MarkedValues | None = None  # the marks of the `retained_gradients` call that evaluates f
     place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
@@ -93,10 +93,10 @@ _NOTHING = nullcontext()
 
 
 class ChunkedCall:
-    """The place of a chunked call among the marks; `at(i)` is a context for its chunk i."""
+    """The position of a chunked call among the marks; `at(i)` is a context for its chunk i."""
 
     def __init__(self, caller: str) -> None:
-        # A rule differentiates a frozen function, so its marks have no gradient.
+        # A custom rule differentiates a frozen function, so marks inside it have no gradient.
         self._tape = None if caller == "frozen" else here.tape
         self._place = *here.place, here.next_index()
 

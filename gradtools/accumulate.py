@@ -10,9 +10,9 @@ With several ranks (processes in PyTorch, devices along a mapped axis in JAX), b
 also run over the ranks, so the mean over all tokens is exact for any distribution of the tokens.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
-Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
-Computer Programming, vol. 2, 4.2.2), and add the error to the sum once it is large enough, by
-Dekker's sum (Numerische Mathematik 18, 1971).
+Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The Art of
+Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is large
+enough (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Accumulation(Operators):
         """Creates a running weighted sum of gradients, which is thread-safe.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n, and `mean()` is the
-        sum divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the
-        number of examples (or tokens) of a chunk as the weight of its mean gradient.
+        sum divided by w_1 + ... + w_n (the attribute `weight`). For chunks of unequal size, pass
+        the number of examples (or tokens) of a chunk as the weight of its mean gradient.
         `mean(group=...)` and `mean(axis_name=...)` also average over all ranks. See
         `gradtools.accumulate.GradientAccumulator` for the methods.
 
@@ -73,10 +73,10 @@ class Accumulation(Operators):
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
         """Adds gradients to a buffer.
 
-        PyTorch: target contains the parameters. Gradients are added to each `.grad` as by
-        `backward()`: in place if possible; a `.grad` that is None is created. Calls from many
-        threads are serialized by one lock, which does not guard against a simultaneous `backward()`
-        or optimizer step. Gradients are copied and detached; hooks do not run, and
+        PyTorch: target contains the parameters. As in `backward()`, gradients are added to each
+        `.grad` in place if possible, and a `.grad` that is None is created. Calls from many threads
+        are serialized by one lock, which does not guard against a simultaneous `backward()` or
+        optimizer step. Gradients are copied and detached; hooks do not run, and
         DistributedDataParallel does not reduce. If the shape, dtype or path of any entry does not
         match, no `.grad` is changed.
 
@@ -153,14 +153,14 @@ class Accumulation(Operators):
 class State:
     """The state of an accumulator, or one weighted term; `add` is atomic: it replaces the state."""
 
-    treedef: Any  # the tree structure of the gradients
-    paths: tuple[str, ...]  # the leaf paths of the gradients; empty for a term
-    specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
+    treedef: Any  # The tree structure of the gradients.
+    paths: tuple[str, ...]  # The leaf paths of the gradients; empty for a term.
+    specs: tuple[Any, ...]  # The dtype, shape and device of each added leaf.
     # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]
-    errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
-    dtypes: tuple[str, ...]  # the names of the results' dtypes
-    weight: Any  # the sum of the weights
+    errors: tuple[Any, ...]  # The rounding errors of the sums, when compensated.
+    dtypes: tuple[str, ...]  # The names of the results' dtypes.
+    weight: Any  # The sum of the weights.
     # For each leaf, the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
 
@@ -201,8 +201,8 @@ class GradientAccumulator:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
             weight: A real number, or a real array of shape (). A concrete array is read
-                immediately, which waits for its device. Gradients of weight 0 add nothing, even if
-                they are NaN, like the gradient of a mean over no examples.
+                immediately, which synchronizes with its device. Gradients of weight 0 add nothing,
+                even if they are NaN, like the gradient of a mean over no examples.
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
@@ -225,7 +225,7 @@ class GradientAccumulator:
         """Returns the sum of weight times gradient, in the precision of `dtype`.
 
         Raises:
-            GradtoolsError: Nothing has been added.
+            GradtoolsError: No gradients have been added.
         """
         state, sums = self._read("sum", lambda state: [*map(self._arrays.copied, state.totals)])
         return self._result(state.treedef, sums, state.dtypes)
@@ -238,7 +238,7 @@ class GradientAccumulator:
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
-                a DeviceMesh. Each of its processes must make this call. A DTensor, which FSDP2
+                a DeviceMesh. Every process of the group must call `mean`. A DTensor, which FSDP2
                 stores in `.grad`, is one gradient of all processes of its mesh: add it with the
                 same weight on each process.
             axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`). Under
@@ -247,10 +247,10 @@ class GradientAccumulator:
                 gradients over the axis, without their weights.
 
         Raises:
-            GradtoolsError: Nothing has been added, or the weights sum to zero. (A traced total
-                weight of zero gives NaN or infinity instead.) The ranks added gradients of
-                different structures, shapes or dtypes; the group or axis does not exist; a
-                gradient has already been summed over the ranks.
+            GradtoolsError: No gradients have been added, or the weights sum to zero. (A traced
+                total weight of zero gives NaN or infinity instead.) The ranks added gradients of
+                different structures, shapes or dtypes; the group or axis does not exist; a gradient
+                has already been summed over the ranks.
         """
         if group is not None or axis_name is not None:
             uncompiled = self._backend.compiler.uncompiled
@@ -369,8 +369,8 @@ class GradientAccumulator:
             total = s = a + b
             if self._compensated:
                 share, xp = s - a, self._backend.xp
-                error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
-                total = xp.where(xp.isfinite(s), s + error, s)  # error is NaN if s is not finite
+                error = error + ((a - (s - share)) + (b - share))  # The rounding error of s.
+                total = xp.where(xp.isfinite(s), s + error, s)  # The error is NaN for infinite s.
                 errors.append(error - (total - s))
             totals.append(total)
         return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)

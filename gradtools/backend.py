@@ -337,7 +337,7 @@ class Rules(Differentiation):
         Args:
             rule: A rule with one input; all calls share this rule.
             x: The input; the result is None if x is not an array.
-            cotangent: This call's cotangent map, in place of the rule's.
+            cotangent: The cotangent map of this call, instead of the rule's map.
             value: The output, of x's shape and dtype, in place of x.
         """
         return None

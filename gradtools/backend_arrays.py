@@ -20,8 +20,8 @@ Array = Any
 class Arrays(ABC):
     """Backend members for arrays and pytrees: abstract methods, and defaults in terms of `xp`."""
 
-    name: str  # "torch", "jax", or the module of another backend, which defines `_api`
-    package: str | None = None  # the package of the lazily imported submodules
+    name: str  # "torch", "jax", or the module of another backend, which defines `_api`.
+    package: str | None = None  # The package of the lazily imported submodules.
 
     def submodule(self, name: str, caller: str) -> Any:
         """Imports a submodule of the backend, on behalf of the operator `caller`."""

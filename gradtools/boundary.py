@@ -2,7 +2,7 @@
 
 Each public operator, and each function that an operator returns, is `user_facing`. If it raises an
 error, gradtools' own frames are removed from the traceback, which then ends at the user's line (as
-in JAX's traceback filtering). Calls that succeed cost one additional Python call.
+in JAX's traceback filtering). A successful call costs one additional Python function call.
 ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
 """
 
@@ -42,7 +42,7 @@ def user_facing(fun: F) -> F:
                     trimmed(refusal)
                     raise
             trimmed(error)
-            raise  # a bare raise adds no entry for this frame
+            raise  # a bare raise adds no traceback entry for this frame
 
     return cast(F, call)
 

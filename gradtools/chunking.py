@@ -67,22 +67,23 @@ class Chunking(Operators):
         The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
         `f(batch)` if f treats examples independently and deterministically. Batch normalization in
-        training mode does not: it normalizes each chunk by the chunk's own statistics, and a
+        training mode is an exception: each chunk is normalized by the chunk's own statistics, and a
         warning is issued once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
-        Before a chunk is recomputed, random generators and the buffers of the modules that f is or
-        closes over are reset to their state in the first pass; afterwards their state is restored.
-        Grad mode and autocast are set as in the first pass. Other side effects of f happen twice,
-        as in `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must
-        not draw from the global generators, or update the buffers of one module, at the same time.
+        Before a chunk is recomputed, random generators and the buffers of f's modules (f itself, or
+        modules in its closure) are reset to their state in the first pass; after the recomputation,
+        their state is restored. Grad mode and autocast are set as in the first pass. Other side
+        effects of f happen twice, as in `torch.utils.checkpoint`; hooks and counters can call
+        `is_recomputing`. Threads must not draw from the global generators, or update the buffers of
+        one module, at the same time.
 
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
         recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
-        saved and not recomputed. A `grad` of a `grad` keeps every chunk's graph, as with
-        `jax.checkpoint`, unless f is `checkpoint(f)`. Pass randomness as keys and changing state as
-        carries; the state of flax.nnx modules is carried, not differentiated, and written back.
-        Call the chunked function under jit: otherwise each call traces f again.
+        saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
+        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass randomness as keys and
+        changing state as carries; the state of flax.nnx modules is carried, not differentiated, and
+        written back. Call the chunked function under jit: otherwise each call traces f again.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
@@ -116,7 +117,7 @@ class Chunking(Operators):
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
-                length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap the
+                length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be joined, such as batch
                 statistics or a table of all pairs; the message explains how to leave it out.
                 Constants such as None, strings and flags must be equal in all chunks. When
@@ -135,7 +136,7 @@ class Chunking(Operators):
         chunk_size = checked_size("chunked", f, chunk_size)
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         make = partial(self._chunked_of, (chunk_size, axes, argnums, interleaved, options))
-        if type(f) is FunctionType:  # the common case, not a module
+        if type(f) is FunctionType:  # the common case: f is not a module
             return make(f)
         return self._backend.like_module(f, make)
 
@@ -301,8 +302,8 @@ class _Microbatches:
         spec = GradientSpec(_MICROBATCHED, run, self.argnums, has_aux or bool(carried))
         if opened is not None and opened.opens_once:
             spec = replace(spec, opened=opened)
-        layout: list[Any] = []  # the structures and dtypes of value, grads and aux
-        known: list[Any] = []  # the structure of aux, and the shapes of its leaves
+        layout: list[Any] = []  # The structures and dtypes of value, grads and aux.
+        known: list[Any] = []  # The structure of aux, and the shapes of its leaves.
 
         def weighted(w: Array, x: Array) -> Array:
             """Returns w * x, or zero where w is zero: x is NaN for a mean of no examples."""
@@ -411,7 +412,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns the weight of a chunk with these arguments. given: The examples' weights."""
+        """Returns a chunk's weight from its arguments. given: The weights of its examples."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
@@ -456,7 +457,7 @@ def _keys_and_carries(
     carry_argnums: Argnums,
     differentiated: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the arguments that are keys and carries; makes their entries of `given` shared."""
+    """Returns the arguments that are keys and carries; marks their entries of `given` as shared."""
     keys, carried = [
         () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
         for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))

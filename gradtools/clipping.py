@@ -14,7 +14,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
-ARRAY = "array"  # the value of a bound that is an array
+ARRAY = "array"  # a placeholder for a bound that is an array
 
 
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
@@ -67,7 +67,7 @@ def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
     if not largest_of:
         return cts
     largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
-    # Uses a quarter, whose reciprocal is never denormal; XLA would flush denormals to zero.
+    # The reciprocal of unit is never denormal: XLA would flush a denormal reciprocal to zero.
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])

@@ -55,9 +55,9 @@ class CustomRules(Operators):
         Args:
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
                 and a rule gets every argument by position, including defaults.
-            static_argnames: A name or names of hashable arguments that are not arrays and select
-                the program. Static arguments come first in the arguments of fwd, bwd and rule. An
-                array that a static function captures cannot be differentiated.
+            static_argnames: The name or names of static arguments: hashable non-array values for
+                which the rule is specialized. Static arguments come first in the arguments of fwd,
+                bwd and rule. An array that a static function captures cannot be differentiated.
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an

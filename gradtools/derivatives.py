@@ -46,11 +46,11 @@ class GradientSpec:
     operator: str  # the name of the public function, for messages
     f: Callable[..., Any]
     argnums: Argnums
-    has_aux: bool | None = None  # None if the operator has no such argument
+    has_aux: bool | None = None  # None if the operator does not take has_aux
     disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # the number of minimizing argnums; the others maximize
-    opened: Any = None  # the call as rewritten by `Backend.opened`
-    frozen: Any = None  # f wrapped in `frozen`
+    minimizing: int | None = None  # The number of minimizing argnums; the others maximize.
+    opened: Any = None  # The call as rewritten by `Backend.opened`.
+    frozen: Any = None  # The function `frozen(f)`, if frozen.
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]

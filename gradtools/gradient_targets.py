@@ -16,9 +16,9 @@ from gradtools.errors import GradtoolsError
 class TargetLeaf(NamedTuple):
     """A leaf of the target and its gradient."""
 
-    path: str  # the leaf's path in the target
-    target: Any  # the parameter (PyTorch) or the buffer's array (JAX)
-    grad: Any  # the gradient, or None to leave this leaf unchanged
+    path: str  # The leaf's path in the target.
+    target: Any  # The parameter (PyTorch) or the buffer's array (JAX).
+    grad: Any  # The gradient, or None to leave this leaf unchanged.
 
 
 def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:

@@ -149,8 +149,8 @@ class Kernel:
         others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
         key = (backend, treedef, others, *type_key(others))
         try:
-            call = self.calls.get(key)  # compiled programs refer to the call by its key
-        except TypeError:  # an argument is not hashable
+            call = self.calls.get(key)  # Compiled programs refer to the call by its key.
+        except TypeError:  # An argument is not hashable.
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
             call = remember(self.calls, key, KernelCall(self, backend, treedef, others))

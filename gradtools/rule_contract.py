@@ -115,8 +115,8 @@ class Primal:
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
-_LEAST = 2.0**-9  # a smaller factor would make 16-bit numbers subnormal
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; the factor of the tolerance
+_LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # Factors that sample rounding; tolerance factor.
 
 
 def is_linear(

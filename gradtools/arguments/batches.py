@@ -19,10 +19,10 @@ from gradtools.errors import GradtoolsError
 class Leaf:
     """A leaf of an argument, and the axis on which the leaf is split."""
 
-    value: Any  # an array or any other object
-    axis: Any  # the axis on which the leaf is split; None if it is shared
+    value: Any  # An array or any other object.
+    axis: Any  # The axis on which the leaf is split; None if it is shared.
     is_array: bool
-    place: int  # the leaf's index in the argument
+    place: int  # The leaf's index in the argument.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

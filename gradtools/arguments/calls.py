@@ -28,10 +28,10 @@ Attach = Callable[..., Any]
 class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    returns_output = True  # whether the operator returns f's output, detached
+    returns_output = True  # Whether the operator returns f's output, detached.
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
-    own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
+    own: frozenset[int] = frozenset()  # The ids of a module's parameters among the leaves.
     # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
     # the graph of the evaluation need not be kept.
     is_deferred: Callable[[], bool] = staticmethod(bool)
@@ -50,7 +50,7 @@ class Call:
         keeps_exact: bool = False,
     ) -> None:
         self.backend, self.caller = backend, caller
-        self.names = names  # the arguments' names in messages; by default "argument 0" and so on
+        self.names = names  # Names in messages; by default "argument 0" and so on.
         # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f

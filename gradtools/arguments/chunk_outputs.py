@@ -34,10 +34,10 @@ class Outputs:
         # or if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
-        self._treedef: Any = _UNKNOWN  # None if the output is a single array
-        self._constants: dict[int, Any] = {}  # leaves that are not arrays
-        self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # the list items of each chunk
+        self._treedef: Any = _UNKNOWN  # None if the output is a single array.
+        self._constants: dict[int, Any] = {}  # The leaves that are not arrays.
+        self._rests: list[list[int]] = []  # The first chunk's shapes without the joined axes.
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
 
     def same_as(self, number: int, others: range) -> None:
         """Copies the list items of chunk `number` to the equal chunks `others`."""

@@ -107,17 +107,17 @@ class Chunks:
     """The data of one call of a chunked function; a backend evaluates the call."""
 
     caller: str
-    call: ChunkFunction  # f on one chunk
-    outputs: Outputs  # the structure, axes and constants of f's output, filled in as `call` runs
-    cut: Partition  # the rows of each chunk
+    call: ChunkFunction  # Calls f on one chunk.
+    outputs: Outputs  # Structure, axes and constants of f's output, set by `call`.
+    cut: Partition  # The rows of each chunk.
     options: ChunkOptions
-    splits: list[tuple[Any, int]]  # `(leaf, axis)` of every array that is split
-    lists: list[list[Any]]  # for each chunk, the leaves of its slices of lists
-    shared: list[Any]  # the leaves that all chunks share, arrays or not
-    carry: list[Any]  # the leaves of the initial carry
-    carry_names: list[str]  # the names of the carry leaves, for messages
-    arguments: tuple[Any, ...]  # the values of f's arguments
-    recut: Callable[[Partition], Chunks]  # represents the same call with other chunks
+    splits: list[tuple[Any, int]]  # The pair `(leaf, axis)` of every array that is split.
+    lists: list[list[Any]]  # For each chunk, the leaves of its slices of lists.
+    shared: list[Any]  # The leaves that all chunks share, arrays or not.
+    carry: list[Any]  # The leaves of the initial carry.
+    carry_names: list[str]  # The names of the carry leaves, for messages.
+    arguments: tuple[Any, ...]  # The values of f's arguments.
+    recut: Callable[[Partition], Chunks]  # Represents the same call with other chunks.
 
     @classmethod
     def of(
@@ -185,8 +185,8 @@ _PIECES, _SHARED, _CARRY = range(3)
 class ArgumentPlan(NamedTuple):
     """The information that is needed to rebuild an argument from a chunk's leaves."""
 
-    treedef: Any  # the argument's structure; None for a single array
-    places: list[tuple[int, int]]  # the kind (_PIECES, _SHARED, _CARRY) and index of each leaf
+    treedef: Any  # The argument's structure; None for a single array.
+    places: list[tuple[int, int]]  # The kind (_PIECES, _SHARED, _CARRY) and index of each leaf.
 
 
 # --- one chunk -----------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ class ChunkFunction:
 
     backend: Backend
     f: Callable[..., Any]
-    keywords: list[str]  # the names of the keyword arguments, which come last
-    plans: list[list[ArgumentPlan]]  # for each chunk, the plan to rebuild its arguments
-    keys: tuple[int, ...]  # the arguments that are random keys
-    containers: list[int]  # the arguments that are containers shared by all chunks
-    carry_def: Any  # the structure of the carry; None without a carry
+    keywords: list[str]  # The names of the keyword arguments, which come last.
+    plans: list[list[ArgumentPlan]]  # For each chunk, the plan to rebuild its arguments.
+    keys: tuple[int, ...]  # The arguments that are random keys.
+    containers: list[int]  # The arguments that are containers shared by all chunks.
+    carry_def: Any  # The structure of the carry; None without a carry.
     outputs: Outputs
     place: ChunkedCall  # the call's position among `retain_gradient` marks
 

@@ -20,11 +20,11 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 class Argument(NamedTuple):
     """A positional or keyword argument of a call, with its batch axes."""
 
-    key: int | str  # the argument's position or keyword
+    key: int | str  # The argument's position or keyword.
     value: Any
-    axes: Any = None  # the batch axis, None if the argument is shared, or a tree of axes
-    named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # a name for messages, if not an argument of f
+    axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
+    named: bool = False  # Whether the user gave the axes explicitly.
+    label: str | None = None  # A name for messages, if not an argument of f.
 
     @property
     def name(self) -> str:

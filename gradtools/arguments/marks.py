@@ -68,11 +68,11 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """The position of the current thread in a traced f; class attributes are the fast defaults."""
+    """The current thread's position among the marks of f; class attributes are the defaults."""
 
-    tape: MarkedValues | None = None  # the marks of the `retained_gradients` call that evaluates f
-    place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
-    count = 0  # number of marks and chunked calls so far in the same chunk
+    tape: MarkedValues | None = None  # The marks of the current `retained_gradients` call.
+    place: tuple[int, ...] = ()  # The indices of the enclosing chunked calls and chunks.
+    count = 0  # The number of marks and chunked calls so far in the same chunk.
 
     def next_index(self) -> int:
         self.count += 1

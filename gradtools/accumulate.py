@@ -1,7 +1,7 @@
 """Accumulates gradients in the parameters' buffers or in a `GradientAccumulator`.
 
-`grad` changes no state, so many threads may call it on shared parameters. The functions of this
-module write to a buffer:
+`grad` changes no state, so many threads may call it on shared parameters. `accumulate_gradients`,
+`assign_gradients` and `GradientAccumulator` write to a buffer:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
@@ -116,7 +116,7 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Sets a buffer to gradients.
+        """Replaces the contents of a buffer by gradients.
 
         Like `accumulate_gradients`, but replaces the old value by the gradient. Entries that are
         missing in `grads` or are None keep their old value. In PyTorch a shared parameter accepts
@@ -124,8 +124,8 @@ class Accumulation(Operators):
         or gradient clipping that changes `.grad` in place also changes this tensor.
 
         Args:
-            target: As in `accumulate_gradients`.
-            grads: As in `accumulate_gradients`.
+            target: See `accumulate_gradients`.
+            grads: See `accumulate_gradients`.
 
         Returns:
             target in PyTorch, the new buffer in JAX.
@@ -195,7 +195,7 @@ class GradientAccumulator:
         return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
 
     def add(self, grads: Any, weight: Any = 1) -> None:
-        """Adds weight times grads. If an error is raised, the accumulator is unchanged.
+        """Adds weight * grads to the sum. If an error is raised, the accumulator is unchanged.
 
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
@@ -420,13 +420,13 @@ class GradientAccumulator:
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
             "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. A traced function cannot contain its state. Create, fill and read the "
-            "accumulator in one place, or pass a buffer through the function with "
+            "has ended. A traced function cannot contain the accumulator's state. Create, fill "
+            "and read the accumulator in one place, or pass a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
     def _check_alike(self, state: State, term: State) -> None:
-        """Raises unless the term has the structure and specs of earlier terms."""
+        """Raises unless the term has the structure, shapes, dtypes and devices of earlier terms."""
         if not is_same(state.treedef, term.treedef):
             paths = self._paths(term)
             new = [f"grads{path} is new" for path in paths if path not in state.paths]

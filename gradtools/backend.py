@@ -129,7 +129,7 @@ class Differentiation(Arrays):
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Returns `(outs, extras, pushed)`."""
+        """Pushes tangents forward through fun; returns `(outs, extras, pushed)`."""
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, push(tangents)
 
@@ -147,7 +147,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Returns `(outs, extras, pushforward)`; the default transposes the pullback of fun."""
+        """Linearizes fun; returns `(outs, extras, pushforward)`, by default from a pullback."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -236,7 +236,7 @@ class Differentiation(Arrays):
     def attaching(
         self, opened: Any, /, caller: str, again: Callable[[], Any]
     ) -> Callable[..., Any]:
-        """Returns `Call.attaching`'s `attach(results, select)` for a call that was `opened`."""
+        """Implements `Call.attaching` for a call whose modules `opened` has replaced."""
         return lambda results, select=None: results
 
     traces_marks = False

@@ -1,9 +1,9 @@
 """Traceback filtering at the API boundary, and the names of functions that operators return.
 
-Each public operator, and each function that an operator returns, is `user_facing`. If it raises an
-error, gradtools' own frames are removed from the traceback, which then ends at the user's line (as
-in JAX's traceback filtering). A successful call costs one additional Python function call.
-``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
+Each public operator, and each function that an operator returns, is `user_facing`. gradtools' own
+frames are removed from the traceback of an error that leaves a `user_facing` function, so the
+traceback ends at the user's line (as in JAX's traceback filtering). A successful call costs one
+additional Python function call. ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`custom_rule` gives functions on pytrees a jvp or vjp rule that the user writes.
 
 The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and `jax.custom_jvp`.
-`custom_rule` converts it to a `Rule` on flat lists of arrays, with one `Specialization` for each
-combination of static arguments and tree structure.
+`custom_rule` converts the author's rule to a `Rule` on flat lists of arrays, with one
+`Specialization` for each combination of static arguments and tree structure.
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ class CustomRule:
     def _rule(self, specialized: Specialization) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
-                f"{self.__name__} has no rule yet. Define one with defvjp(fwd, bwd) or "
-                "defjvp(rule) before it is called."
+                f"{self.__name__} has no rule yet. Define a rule with defvjp(fwd, bwd) or "
+                "defjvp(rule) before the first call."
             )
         if self.bwd is None:
             maps: dict[str, Any] = {"tangent": specialized.tangent}

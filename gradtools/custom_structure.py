@@ -26,8 +26,8 @@ class Specialization:
     Attributes:
         of: The custom rule.
         statics: The static arguments.
-        treedef: The structure of the other arguments.
-        others: The leaves of the other arguments, with ARRAY for each array.
+        treedef: The tree structure of the dynamic arguments.
+        others: The leaves of the dynamic arguments, with ARRAY in place of each array.
         outs: Maps the avals of the inputs to the structure of the output.
         newest: The structure of the latest output.
         refined: Converts the linear maps of a host function to rules, which are differentiable.
@@ -268,7 +268,7 @@ class Specialization:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, like its argument. Reshape or cast it."
+                f"expected {shape} and {name}, like its argument. Reshape or cast the array."
             )
         return None if zero else x
 

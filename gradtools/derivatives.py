@@ -133,8 +133,9 @@ class Derivatives(Operators):
         Raises:
             GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
                 contains a leaf that is not a floating or complex array; argnums is out of range.
-                With mode="forward_over_reverse", also as for `frozen`.
-            DisconnectedInputError: (When called) according to `disconnected_inputs`.
+                With mode="forward_over_reverse", the errors of `frozen` may also be raised.
+            DisconnectedInputError: (When called) an argument does not reach the output, depending
+                on `disconnected_inputs`.
 
         Example:
             >>> x = {"w": gt.asarray(np.float32([1.0, 2.0]))}
@@ -191,11 +192,11 @@ class Derivatives(Operators):
         """Creates a function that computes the value and the gradient of f in one evaluation.
 
         Args:
-            f: As in `grad`.
-            argnums: As in `grad`.
-            has_aux: As in `grad`.
-            disconnected_inputs: As in `grad`.
-            mode: As in `grad`.
+            f: See `grad`.
+            argnums: See `grad`.
+            has_aux: See `grad`.
+            disconnected_inputs: See `grad`.
+            mode: See `grad`.
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`.
@@ -224,7 +225,7 @@ class Derivatives(Operators):
         grad` and ordinary optimizers work (GANs, domain-adversarial training).
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             minimize: The positions of the players that minimize f.
             maximize: The positions of the players that maximize f.
             has_aux: Whether f returns `(value, aux)`.
@@ -544,12 +545,12 @@ class Derivatives(Operators):
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns `(value, aux, grads)`."""
+        """Evaluates the gradient of a scalar function; returns `(value, aux, grads)`."""
         operator, argnums, disconnected = spec.operator, spec.argnums, spec.disconnected_inputs
         name, fixed = "argnums", NOT_NAMED
         if operator == "minimax_value_and_grad":
             name = _PLAYERS
-            fixed = "pass it in an argument that is in neither minimize nor maximize"
+            fixed = "pass the value in an argument that is in neither minimize nor maximize"
         positions = normalized_argnums(operator, argnums, len(args), name)
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)

@@ -62,11 +62,12 @@ def check_connected(
         return
     fix = 'If the gradient should be zero, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
-        fix = "Do not differentiate with respect to it, or let it reach the output."
+        fix = "Leave the argument out of the differentiated arguments, or let f use the argument."
     message = (
-        f"{caller}: {names} {verb} not reach the output of f by a differentiable path. It may be "
-        "unused, stopped or detached, cast to an integer, compared, or it may leave the framework "
-        f"(.item(), .numpy(), no_grad); why_zero names the operation. {fix}"
+        f"{caller}: {names} {verb} not reach the output of f by a differentiable path. An "
+        "argument has no such path if it is unused, stopped or detached, cast to an integer, "
+        "compared, or passed out of the framework (.item(), .numpy(), no_grad); why_zero names the "
+        f"operation. {fix}"
     )
     if policy != "warn":
         raise DisconnectedInputError(message)

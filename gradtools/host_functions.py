@@ -4,8 +4,8 @@ A host function is a custom rule whose value is a kernel. Kernels cannot be diff
 derivatives beyond the last user-written rule are derived from the symmetry of the Hessian:
 
     bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. The derivative of bwd along dx is the
-    Hessian of that function times dx, which equals the pullback of dx through bwd, since a Hessian
-    is symmetric.
+    Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd, since a Hessian is
+    symmetric.
 
 A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
 """
@@ -72,10 +72,10 @@ class HostFunctions(Operators):
                 kernel once, with leading batch axes on each array argument, which elementwise
                 kernels support.
             adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
-                for all x and y. No rule is then needed in either mode, at any order. The adjoint
-                takes a cotangent of A's result and returns a cotangent of A's argument (a tuple for
-                several arguments), real if the argument is real. A must then take only floating and
-                complex arrays.
+                for all x and y. A kernel with an adjoint needs no rule, in either mode and at any
+                order. The adjoint takes a cotangent of A's result and returns a cotangent of A's
+                argument (a tuple for several arguments), real if the argument is real. A kernel
+                with an adjoint must take only floating and complex arrays.
 
         Returns:
             A function of arrays. Without a rule, differentiating the returned function raises an
@@ -155,8 +155,8 @@ class HostFunction(CustomRule):
             def missing(saved: Entries, moving: Entries) -> Any:
                 raise MissingRuleError(
                     f"host function {self.__name__!r} has no rule, so its derivative is unknown. "
-                    "Define one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
-                    "its arguments."
+                    "Define a rule with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient "
+                    "of the arguments."
                 )
 
             return Rule(self.__name__, specialized.primal, missing, missing)
@@ -408,7 +408,7 @@ class _KernelMaps:
         pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         try:
             return self.transposed(pull, [*xs, *saved], dxs)
-        except MissingRuleError:  # a kernel without a rule may read only residuals
+        except MissingRuleError:  # a kernel without a rule may depend on residuals only
             plain = lambda at, *cts: self.pulled(*at, *cts)
             return self.transposed(plain, [*xs, *saved], dxs)
 
@@ -428,7 +428,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """Pulls back <v, J dx> = <bwd(x, v), dx>: its gradient in x is bwd's pullback of dx."""
+        """Pulls back <v, J dx> = <bwd(x, v), dx>: the gradient in x is bwd's pullback of dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

@@ -106,7 +106,7 @@ class Kernel:
             of one example.
         vectorized: Whether vmap calls fun once, with leading batch axes on every array, instead of
             once per example.
-        name: The name for messages.
+        name: The kernel's name in messages.
         raw: Whether fun takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
         inside: The function of another framework that this kernel wraps, if any, with its `name`
@@ -136,7 +136,7 @@ class Kernel:
     def note(self, error: ValueError) -> None:
         """Adds a note to NumPy's error for writing to an argument."""
         if "read-only" in str(error):
-            error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
+            error.add_note(f"host function {self.name!r}: the arguments are read-only; copy them.")
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """Returns the `KernelCall` for the arguments' structure, and the arrays in order.
@@ -276,7 +276,7 @@ class KernelCall:
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument its result's shape is unknown. "
+                    "without an array argument the result's shape is unknown. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
@@ -348,7 +348,9 @@ class KernelCall:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
-                raise self.error(f"it returned {len(ys)} arrays; out specifies {count}.")
+                raise self.error(
+                    f"the kernel returned {len(ys)} arrays, but out specifies {count}."
+                )
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
@@ -358,12 +360,12 @@ class KernelCall:
             if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
                 if tree is None:
                     raise self.error(
-                        f"it returned None; expected the structure of out, {in_words(wanted)}. A "
-                        "kernel that fills an array must return the array."
+                        "the kernel returned None; expected the structure of out, "
+                        f"{in_words(wanted)}. A kernel that fills an array must return the array."
                     )
                 came = in_words(self.trees.flatten(tree)[1])
                 raise self.error(
-                    f"it returned the structure {came}; expected the structure of out, "
+                    f"the kernel returned the structure {came}; expected the structure of out, "
                     f"{in_words(wanted)}."
                 )
         for y, (shape, dtype) in zip(ys, expected.avals, strict=True):
@@ -389,7 +391,7 @@ class KernelCall:
 
     def no_derivative(self) -> GradtoolsError:
         """Returns the error for differentiating a kernel without a rule."""
-        return self.error("it has no derivative. Give it a rule (defvjp or defjvp).")
+        return self.error("the kernel has no derivative. Define a rule (defvjp or defjvp).")
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
@@ -424,7 +426,7 @@ def read_only(x: np.ndarray) -> np.ndarray:
 
 
 def _fits(y: Any, dtype: str) -> bool:
-    """Returns whether a Python number is of this dtype's kind and within its range."""
+    """Returns whether a Python number is of the given dtype's kind and within its range."""
     try:
         kind = np.dtype(carrier(dtype)).kind
         return type(y) is _SCALARS[kind] and np.array(y, carrier(dtype)) is not None

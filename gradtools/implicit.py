@@ -94,7 +94,7 @@ class Implicit(Operators):
 class _Form:
     """F, and the structure, shapes and dtypes of z; x is z as a single real vector."""
 
-    F: Callable[..., Any]  # takes the captured arrays, then its own arguments
+    F: Callable[..., Any]  # takes the captured arrays, then the arguments of F
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -247,7 +247,7 @@ class _Solution:
     # --- trees and vectors
 
     def _F(self, form: _Form, x: Array, p: Any) -> Array:
-        """Evaluates F as a function of vectors."""
+        """Evaluates F as a map from real vectors x to real vectors."""
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten_like(form.treedef, F)
         if not is_same(treedef, form.treedef) or [tuple(y.shape) for y in leaves] != [*form.shapes]:

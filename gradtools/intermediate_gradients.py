@@ -42,8 +42,8 @@ class RetainedGradients(Operators):
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
-        JAX program has no operation for it. Use the result in place of x: only values computed from
-        the result contribute to the retained gradient.
+        JAX program contains no operation for the mark. Use the result in place of x: only values
+        computed from the result contribute to the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.

@@ -142,7 +142,7 @@ class Jacobians(Operators):
         is real-linear in the tangent, and the Hessian is symmetric under Re<u, v>.
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             primals: One pytree of floating or complex arrays for each argument.
             tangents: Pytrees with the structure, shapes and dtypes of the primals.
             mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp of
@@ -189,9 +189,9 @@ class Jacobians(Operators):
         """Computes the Hessian of a real scalar-valued f with real arguments.
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             argnums: The positional arguments to differentiate with respect to.
-            mode: As in `hvp`.
+            mode: See `hvp`.
             sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
                 diagonal need not be repeated on the other side.
 
@@ -251,7 +251,7 @@ class Jacobians(Operators):
 
 
 def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
-    """Resolves "auto" for this call; returns the mode and the function that evaluates the call."""
+    """Resolves mode="auto"; returns the mode and the function that evaluates the call."""
     backend = call.backend
     if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
         return (backend.hvp_mode if mode == "auto" else mode), call
@@ -288,7 +288,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """Returns, for output and input leaves of shapes s and t, arrays of shape s + t.
+    """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
 
     mode: "forward", "reverse" or "auto", which is reverse in this function.
     """

@@ -27,8 +27,9 @@ class MixedPartials(Operators):
         respect to z, u and the arrays that G captures; in PyTorch, differentiating the result
         evaluates G once more.
 
-        Several directions share one evaluation of f. In JAX they also share one evaluation of G;
-        in PyTorch G runs once per direction, each time with the same random streams and buffers.
+        Several directions share one evaluation of f. In JAX all directions also share one
+        evaluation of G; in PyTorch G runs once per direction, each time with the same random
+        streams and buffers.
 
         Args:
             f: A real scalar function of y and of G's result.

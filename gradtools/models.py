@@ -68,11 +68,11 @@ class Models(Operators):
           key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled; without
           a key, numbers that forward assigns to attributes remain on a private copy of the module
           between calls.
-        - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
-          mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
-          ``use_running_average``. The key is split over ``rng_names``.
-        - ``flax.nnx``: params contains the ``nnx.Param``s, state the random streams and all other
-          variables. With a key, every stream gets its own key and state keeps its streams
+        - ``flax.linen``: params is ``variables["params"]``; state contains all other collections,
+          each mutable. ``train`` is passed as the module's own argument: ``train``,
+          ``deterministic`` or ``use_running_average``. The key is split over ``rng_names``.
+        - ``flax.nnx``: params contains the ``nnx.Param``s; state contains the random streams and
+          all other variables. With a key, every stream gets its own key and state keeps its streams
           unchanged; without a key, the streams in state are used and advanced.
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional

@@ -82,7 +82,7 @@ class Contract:
         came, avals: The structure and avals of the output of `who`.
         expected, wanted: The structure and avals of f's output.
         """
-        fix = "Its first result must be the function's own output at the same arguments."
+        fix = "The first result must be the function's own output at the same arguments."
         if not is_same(came, expected):
             raise self.refusal(
                 f"{who} returned an output of the structure {in_words(came)}, but the function "

@@ -103,7 +103,7 @@ class Rule:
         tangent: `tangent(saved, dxs)` returns one tangent for each output. Entries of `dxs` and
             of the result may be None, a symbolic zero. The tangent map must be linear in `dxs`.
         cotangent: `cotangent(saved, cts)` returns one cotangent for each input, in gradtools'
-            complex convention. Entries may be None, a symbolic zero.
+            complex convention. Entries of `cts` and of the result may be None, a symbolic zero.
         saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these inputs
             and outputs are saved for the backward pass.
         linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
@@ -310,7 +310,7 @@ def batched(
     x_axes = tuple(x_axes)
 
     def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Any]:
-        """Vectorizes the maps of a rule or an evaluation whose residuals have these axes."""
+        """Vectorizes the maps of a rule or an evaluation; `axes` are the residuals' batch axes."""
         push, pull = one.tangent, one.cotangent
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:

@@ -157,7 +157,7 @@ class Batch:
 
     def _size(self, flat: FlatArgument, leaf: Leaf, axis: Any) -> int:
         name = partial(self._name_of, flat, leaf)
-        share = "Set its entry of in_axes to None to share it."
+        share = "Set the argument's entry of in_axes to None to share the argument."
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise GradtoolsError(
                 f"{self.caller}: the entry of in_axes for {name()} is {axis!r}; expected an "

@@ -19,7 +19,7 @@ from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
-NOT_NAMED = "pass it in an argument that is not in argnums"
+NOT_NAMED = "pass the value in an argument that is not in argnums"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
@@ -108,7 +108,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Sets the call to differentiate parameters that `opened` found in modules."""
+        """Makes the call differentiate the module parameters that `opened` collected."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -140,7 +140,7 @@ class Call:
 
     @property
     def exact_tangents(self) -> dict[int, Any]:
-        """The tangents of the integers among the leaves."""
+        """The tangents of the integer leaves."""
         return {k: self.backend.no_tangent(x) for k, x in self._exact.items()}
 
     # --- the function of flat arrays
@@ -299,9 +299,9 @@ class Call:
             return out
         output = self.output(outs, extras)[0]
         came = describe(self.backend, output)
-        fix = "Reduce it, for instance with .sum() or .mean()"
+        fix = "Reduce the output, for instance with .sum() or .mean()"
         if out is not None and self._kinds[0] == "complex":
-            fix = "Take its real part, or a norm"
+            fix = "Take the real part, or a norm"
         elif single and not outs:
             fix = "Return a floating number: a cast to integer or boolean has no derivative"
         if not single and self.takes_aux:
@@ -330,7 +330,7 @@ def call_of_primals(
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
     argnums = tuple(range(len(primals)))
-    fix = "let f close over it"
+    fix = "let f close over the value"
     return Call(backend, caller, f, primals, {}, argnums, has_aux, fix, names, keeps_exact)
 
 

@@ -165,7 +165,7 @@ def differentiable_leaf(
 
     elsewhere: The advice at the end of an error message.
     """
-    came, fix = "", "Cast it"
+    came, fix = "", "Cast the value"
     if isinstance(leaf, bool | int):
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
@@ -175,7 +175,7 @@ def differentiable_leaf(
             raise error
         else:
             came = f"an object of type {type(leaf).__name__}"
-            fix = "Pass its arrays in a list or a dictionary"
+            fix = "Pass the object's arrays in a list or a dictionary"
             if found := kind_of_module(leaf):
                 kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
                 if isinstance(leaf, type):
@@ -219,7 +219,7 @@ def matching(
         name, like_name = names()
         raise GradtoolsError(
             f"{caller}: {name} has shape {came[0]} and dtype {came[1]}; expected {wanted[0]} and "
-            f"{wanted[1]}, like {like_name}. Reshape or cast it."
+            f"{wanted[1]}, like {like_name}. Reshape or cast the array."
         )
     return x
 

@@ -84,7 +84,7 @@ class Outputs:
         return arrays
 
     def _check_rows(self, leaf: Array, out: Any, k: int, place: int, number: int) -> None:
-        """Raises unless the array at this index has one entry for each example."""
+        """Raises unless the array at the given index has one entry for each example."""
         assert self.axes is not None
         axis, shape, size = self.axes[place], list(leaf.shape), self.cut.sizes[number]
         path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""

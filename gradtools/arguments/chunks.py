@@ -269,9 +269,9 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
     """
     warn_once(
         ("batch norm", f),
-        f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "
-        "own statistics, as the plain loop over chunks does, so the result differs from "
-        "the full batch's. Use evaluation mode, or a normalization of single examples.",
+        f"{what} a batch normalization in training mode. Each chunk is normalized by the chunk's "
+        "own statistics, as in the plain loop over chunks, so the result differs from the result "
+        "on the full batch. Use evaluation mode, or a normalization of single examples.",
     )
 
 

@@ -43,8 +43,8 @@ def arguments_of_call(
 ) -> list[Argument]:
     """Lists the positional arguments, then the keyword arguments, each with its axes.
 
-    shared: Positions of arguments that are shared unless in_axes names them. If given, in_axes may
-        be None.
+    shared: Positions of arguments that are shared unless in_axes names them. If `shared` is given,
+        in_axes may be None.
     """
     arguments = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
     arguments += [Argument(key, x, 0) for key, x in kwargs.items()]
@@ -91,7 +91,7 @@ def _named(
             raise GradtoolsError(
                 f"{caller}: in_axes names {name!r}, which is neither a parameter of "
                 f"{getattr(f, '__name__', type(f).__name__)} nor a keyword of this call. "
-                f"{f'Its parameters are {listed}' if known else 'It has no named parameters'}; "
+                f"{f'The parameters are {listed}' if known else 'The function has no parameters'}; "
                 "name one of them, or pass the argument by keyword."
             )
     return {keys[name]: axes for name, axes in in_axes.items() if name in keys}

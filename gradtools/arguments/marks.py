@@ -27,7 +27,7 @@ class Mark:
         treedef: The structure of the marked value.
         places: The indices of the floating and complex leaves of the value.
         size: The number of leaves of the value.
-        loops: The number of leading axes of its arrays, one for each traced loop around it.
+        loops: The number of leading axes of the mark's arrays, one for each enclosing traced loop.
     """
 
     name: str
@@ -45,7 +45,7 @@ class MarkedValues:
 
     @property
     def marks(self) -> list[Mark]:
-        """All marks, in order."""
+        """All marks, in order of evaluation."""
         return [mark for mark, _ in self._found.values()]
 
     @property
@@ -101,7 +101,7 @@ class ChunkedCall:
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
-        """Returns a context for the evaluation of f at the chunk."""
+        """Returns a context manager for the evaluation of f on chunk `number`."""
         if self._tape is here.tape is None:
             return _NOTHING
         return here.moved(self._tape, (*self._place, number))

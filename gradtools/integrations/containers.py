@@ -63,7 +63,7 @@ class OpenedTree:
         return self.treedef.num_leaves - len(self.nodes) + inner
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Returns the subtrees of `tree` at this tree's leaves."""
+        """Returns the subtrees of `tree` at the positions of this structure's leaves."""
         nodes, result = dict(self.nodes), list[Any]()
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             if (node := nodes.get(place)) is None:

@@ -91,7 +91,7 @@ def _named(
             raise GradtoolsError(
                 f"{caller}: in_axes names {name!r}, which is neither a parameter of "
                 f"{getattr(f, '__name__', type(f).__name__)} nor a keyword of this call. "
-                f"{f'The parameters are {listed}' if known else 'The function has no parameters'}; "
+                f"{f'The parameters are {listed}' if known else 'f has no named parameters'}; "
                 "name one of them, or pass the argument by keyword."
             )
     return {keys[name]: axes for name, axes in in_axes.items() if name in keys}

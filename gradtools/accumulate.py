@@ -1,18 +1,18 @@
 """Accumulates gradients in the parameters' buffers or in a `GradientAccumulator`.
 
-`grad` changes no state, so many threads may call it on shared parameters. The functions of this
-module write to a buffer:
+`grad` changes no state, so many threads may call it on shared parameters. `accumulate_gradients`,
+`assign_gradients` and `GradientAccumulator` write to a buffer:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
 
-With ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean also
-run over the ranks, so that the mean over all tokens is exact, however they are distributed.
+With several ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean
+also run over the ranks, so the mean over all tokens is exact for any distribution of the tokens.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
-Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
-Computer Programming, vol. 2, 4.2.2), and add the error to the sum once it is large enough, by
-Dekker's sum (Numerische Mathematik 18, 1971).
+Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The Art of
+Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is large
+enough (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Accumulation(Operators):
         """Creates a running weighted sum of gradients, which is thread-safe.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n, and `mean()` is the
-        sum divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the
-        number of examples (or tokens) of a chunk as the weight of its mean gradient.
+        sum divided by w_1 + ... + w_n (the attribute `weight`). For chunks of unequal size, pass
+        the number of examples (or tokens) of a chunk as the weight of its mean gradient.
         `mean(group=...)` and `mean(axis_name=...)` also average over all ranks. See
         `gradtools.accumulate.GradientAccumulator` for the methods.
 
@@ -71,16 +71,17 @@ class Accumulation(Operators):
         return GradientAccumulator(self._backend, dtype, compensated)
 
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
-        """Adds gradients into a buffer.
+        """Adds gradients to a buffer.
 
-        PyTorch: target contains the parameters. Gradients are added to each `.grad` as by
-        `backward()`: in place if possible; a `.grad` that is None is created. Calls from many
-        threads are serialized by one lock, which does not guard against a simultaneous `backward()`
-        or optimizer step. Gradients are copied and detached; hooks do not run, and
-        DistributedDataParallel does not reduce. If any entry does not fit, nothing is written.
+        PyTorch: target contains the parameters. As in `backward()`, gradients are added to each
+        `.grad` in place if possible, and a `.grad` that is None is created. Calls from many threads
+        are serialized by one lock, which does not guard against a simultaneous `backward()` or
+        optimizer step. Gradients are copied and detached; hooks do not run, and
+        DistributedDataParallel does not reduce. If the shape, dtype or path of any entry does not
+        match, no `.grad` is changed.
 
-        JAX: target is the buffer; the function writes nothing and returns the new buffer. It works
-        under jit. A program that uses the return value runs in both frameworks.
+        JAX: target is the buffer; the function writes nothing and returns the new buffer. The
+            function works under jit. A program that uses the return value runs in both frameworks.
 
         Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
         entry of None leaves everything below it unchanged.
@@ -115,7 +116,7 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Sets a buffer to gradients.
+        """Replaces the contents of a buffer by gradients.
 
         Like `accumulate_gradients`, but replaces the old value by the gradient. Entries that are
         missing in `grads` or are None keep their old value. In PyTorch a shared parameter accepts
@@ -123,8 +124,8 @@ class Accumulation(Operators):
         or gradient clipping that changes `.grad` in place also changes this tensor.
 
         Args:
-            target: As in `accumulate_gradients`.
-            grads: As in `accumulate_gradients`.
+            target: See `accumulate_gradients`.
+            grads: See `accumulate_gradients`.
 
         Returns:
             target in PyTorch, the new buffer in JAX.
@@ -150,16 +151,16 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The sums so far, or one term. It is replaced as a whole, so that `add` is atomic."""
+    """The state of an accumulator, or one weighted term; `add` is atomic: it replaces the state."""
 
-    treedef: Any  # the gradients' structure
-    paths: tuple[str, ...]  # the leaf paths of the gradients; empty for a term
-    specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
+    treedef: Any  # The tree structure of the gradients.
+    paths: tuple[str, ...]  # The leaf paths of the gradients; empty for a term.
+    specs: tuple[Any, ...]  # The dtype, shape and device of each added leaf.
     # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]
-    errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
-    dtypes: tuple[str, ...]  # the names of the results' dtypes
-    weight: Any  # the sum of the weights
+    errors: tuple[Any, ...]  # The rounding errors of the sums, when compensated.
+    dtypes: tuple[str, ...]  # The names of the results' dtypes.
+    weight: Any  # The sum of the weights.
     # For each leaf, the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
 
@@ -169,11 +170,10 @@ class GradientAccumulator:
     """A running weighted sum of gradients, created by `gt.GradientAccumulator`.
 
     All methods may be called from many threads: a lock serializes them. The accumulator stores
-    detached numbers in its own memory and returns copies. It is an ordinary Python object with
-    state. In JAX, create it, add to it and read it either outside of every transformation or inside
-    one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise an error
-    is raised: the accumulator would leak a tracer, or add gradients only while a function is
-    traced.
+    detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
+    created, filled and read outside of all transformations, or inside one traced function; in
+    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised: the
+    accumulator would leak a tracer, or add gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -195,14 +195,14 @@ class GradientAccumulator:
         return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
 
     def add(self, grads: Any, weight: Any = 1) -> None:
-        """Adds weight times grads. If an error is raised, the accumulator is unchanged.
+        """Adds weight * grads to the sum. If an error is raised, the accumulator is unchanged.
 
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
             weight: A real number, or a real array of shape (). A concrete array is read
-                immediately, which waits for its device. Gradients of weight 0 add nothing, even if
-                they are NaN, like the gradient of a mean over no examples.
+                immediately, which synchronizes with its device. Gradients of weight 0 add nothing,
+                even if they are NaN, like the gradient of a mean over no examples.
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
@@ -225,7 +225,7 @@ class GradientAccumulator:
         """Returns the sum of weight times gradient, in the precision of `dtype`.
 
         Raises:
-            GradtoolsError: Nothing has been added.
+            GradtoolsError: No gradients have been added.
         """
         state, sums = self._read("sum", lambda state: [*map(self._arrays.copied, state.totals)])
         return self._result(state.treedef, sums, state.dtypes)
@@ -238,7 +238,7 @@ class GradientAccumulator:
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
-                a DeviceMesh. Each of its processes must make this call. A DTensor, which FSDP2
+                a DeviceMesh. Every process of the group must call `mean`. A DTensor, which FSDP2
                 stores in `.grad`, is one gradient of all processes of its mesh: add it with the
                 same weight on each process.
             axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`). Under
@@ -247,10 +247,10 @@ class GradientAccumulator:
                 gradients over the axis, without their weights.
 
         Raises:
-            GradtoolsError: Nothing has been added, or the weights sum to zero. (A traced total
-                weight of zero gives NaN or infinity instead.) The ranks added gradients of
-                different structures, shapes or dtypes; the group or axis does not exist; a
-                gradient has already been summed over the ranks.
+            GradtoolsError: No gradients have been added, or the weights sum to zero. (A traced
+                total weight of zero gives NaN or infinity instead.) The ranks added gradients of
+                different structures, shapes or dtypes; the group or axis does not exist; a gradient
+                has already been summed over the ranks.
         """
         if group is not None or axis_name is not None:
             uncompiled = self._backend.compiler.uncompiled
@@ -269,7 +269,7 @@ class GradientAccumulator:
         return self._result(treedef, self._over(sums, weight), dtypes)
 
     def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
-        """Casts the values to the dtypes of the results, and builds their tree."""
+        """Casts the values to the result dtypes and unflattens them to a pytree."""
         pairs = zip(values, dtypes, strict=True)
         cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
         return self._backend.unflatten(treedef, cast)
@@ -332,7 +332,7 @@ class GradientAccumulator:
                     )
             cast.append(x)
         weight = term.weight
-        if not isinstance(weight, (int, float)):  # gradients of weight 0 may be NaN
+        if not isinstance(weight, (int, float)):  # x may be NaN if w is 0
             pairs = [(self._factor(weight, x), x) for x in cast]
             return [w * self._backend.xp.where(w == 0, zeros_like(x), x) for w, x in pairs]
         if weight == 0:
@@ -350,7 +350,7 @@ class GradientAccumulator:
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
     def _after(self, term: State) -> State:
-        """Returns the state with the term added."""
+        """Returns the accumulator's state after the term is added."""
         state = self._state
         assert state is not None
         self._check_alike(state, term)
@@ -369,8 +369,8 @@ class GradientAccumulator:
             total = s = a + b
             if self._compensated:
                 share, xp = s - a, self._backend.xp
-                error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
-                total = xp.where(xp.isfinite(s), s + error, s)  # otherwise the error is NaN
+                error = error + ((a - (s - share)) + (b - share))  # The rounding error of s.
+                total = xp.where(xp.isfinite(s), s + error, s)  # The error is NaN for infinite s.
                 errors.append(error - (total - s))
             totals.append(total)
         return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)
@@ -378,7 +378,7 @@ class GradientAccumulator:
     # --- helpers
 
     def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
-        """Returns the state and `of(state)`, which copies the sums under the lock."""
+        """Returns the state and `of(state)`, computed under the lock; `of` copies the sums."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
@@ -420,13 +420,13 @@ class GradientAccumulator:
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
             "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. A traced function cannot contain its state. Create, fill and read the "
-            "accumulator in one place, or pass a buffer through the function with "
+            "has ended. A traced function cannot contain the accumulator's state. Create, fill "
+            "and read the accumulator in one place, or pass a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
     def _check_alike(self, state: State, term: State) -> None:
-        """Raises unless the term has the structure and specs of earlier terms."""
+        """Raises unless the term has the structure, shapes, dtypes and devices of earlier terms."""
         if not is_same(state.treedef, term.treedef):
             paths = self._paths(term)
             new = [f"grads{path} is new" for path in paths if path not in state.paths]

@@ -1,7 +1,8 @@
 """The table of public operators, whose modules are imported lazily.
 
-`Api(backend)` binds operators to a backend; namespaces `gradtools.torch`, `gradtools.jax` export
-its methods. A module is imported when one of its operators is first accessed.
+`Api(backend)` binds the operators to a backend; the namespaces `gradtools.torch` and
+`gradtools.jax` export its methods. A module is imported when one of its operators is first
+accessed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _PATH_OF = {
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """Returns the error for an unknown public name, with its replacement if there is one."""
+    """Returns an AttributeError for an unknown name; the text suggests a replacement if known."""
     more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
     text = f"module {module!r} has no attribute {name!r}{more}"
     # with `name` and `obj`, Python adds "Did you mean" if a similar name exists

@@ -23,9 +23,9 @@ class ArraysAndKeys(Operators):
 
     @property
     def xp(self) -> Any:
-        """The backend's array-API namespace, so that a function can be written once.
+        """The backend's array-API namespace, for functions that run in both frameworks.
 
-        It is ``array_api_compat.torch`` (imported on first use) or ``jax.numpy``.
+        The namespace is ``array_api_compat.torch`` (imported on first use) or ``jax.numpy``.
 
         Example:
             >>> gt.to_numpy(gt.xp.sum(gt.xp.ones((2, 3), dtype=gt.xp.float32), axis=0))

@@ -1,16 +1,16 @@
-"""The backend interface: a framework's abstract members, and defaults for the other members.
+"""The backend interface: abstract members for a framework, and defaults for all other members.
 
 The operators are written once, on flat lists of arrays. A function that is passed to a backend,
 `fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: arrays that are
 differentiated, and arrays that are only passed through.
 
 A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
-with its own pullback. The other members have defaults in terms of these, or raise an error that
-names the operator. PyTorch's and JAX's backends override many of them with functions of the
-framework. `docs/adding_a_backend.md` explains how to add a backend.
+with its own pullback. The other members have defaults in terms of the abstract members, or raise an
+error that names the operator. PyTorch's and JAX's backends override many of them with functions of
+the framework. `docs/adding_a_backend.md` explains how to add a backend.
 
-All members use gradtools' complex convention: a pullback is J^H v. A backend converts if its
-framework's convention differs.
+All members use gradtools' complex convention: a pullback is J^H v. A backend converts cotangents if
+its framework uses another convention.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Any)  # with this bound, type checkers accept a lambda
 Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)
-"""The operator whose forward mode `linearize` computes by transposing a pullback, for messages."""
+"""The operator that calls the default `linearize`, for error messages; None outside of a call."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
-    """One evaluation of a function, and its derivative at that point.
+    """The outputs of a function at one point, and its pullback at that point.
 
     Attributes:
         outs: The differentiated outputs.
@@ -68,10 +68,11 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Staged:
-    """A function after tracing, in a framework that traces (JAX).
+    """A traced function (in JAX), or the function itself in a framework that does not trace.
 
     Attributes:
-        run: Evaluates the trace. It replaces the function, so that the user's code runs only once.
+        run: Evaluates the trace. Calling `run` instead of the function executes the user's code
+            only once.
         reverse_only: Whether the function contains a rule without forward mode.
         jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
     """
@@ -84,9 +85,9 @@ class Staged:
 class LazyMember:
     """A descriptor for a backend's member in a submodule, which is imported on first use.
 
-    This keeps the import of gradtools fast. On a backend without submodules, access raises an error
-    that names the operator: `operator`, by default the member's own name. If `name` is empty, the
-    member is the submodule itself.
+    Lazy imports keep ``import gradtools`` fast. On a backend without submodules, access raises an
+    error that names the operator: `operator`, by default the member's own name. If `name` is empty,
+    the member is the submodule itself.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class Differentiation(Arrays):
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Returns `(outs, extras, pushed)`."""
+        """Pushes tangents forward through fun; returns `(outs, extras, pushed)`."""
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, push(tangents)
 
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """Computes `jvp` along many tangents, and the outputs of one evaluation. No graph is kept.
+        """Computes the outputs once and `jvp` along many tangents; keeps no graph.
 
         Fused attention is replaced by plain operations; other operations without forward mode raise
         an error.
@@ -146,7 +147,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Returns `(outs, extras, pushforward)`; the default transposes the pullback of fun."""
+        """Linearizes fun; returns `(outs, extras, pushforward)`, by default from a pullback."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -166,7 +167,7 @@ class Differentiation(Arrays):
         )
 
     def filled(self, values: Sequence[Array | None], likes: Sequence[Array]) -> list[Array]:
-        """Returns the values, with zeros for None."""
+        """Replaces each None in `values` by zeros like the corresponding entry of `likes`."""
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
@@ -179,7 +180,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        A derivative may be taken with respect to these arrays. By default, f captures no arrays.
+        The captured arrays can then be differentiated. By default, f captures no arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
@@ -200,13 +201,13 @@ class Differentiation(Arrays):
         return Staged(fun)
 
     def no_tangent(self, x: Any) -> Any:
-        """Returns the tangent of an integer: None, or the framework's own zero."""
+        """Returns the tangent of an integer array: None, or the framework's symbolic zero."""
         return None
 
     def outliving(
         self, call: Any, outs: Sequence[Array], out: Any = None
     ) -> tuple[Any, Sequence[Any]]:
-        """Returns a `Call` and outputs that a pullback can keep, with avals for traced arrays.
+        """Returns the `Call` and outputs for storage in a pullback, with avals for traced arrays.
 
         out: f's output, for the names of its leaves in a pullback.
         """
@@ -235,7 +236,7 @@ class Differentiation(Arrays):
     def attaching(
         self, opened: Any, /, caller: str, again: Callable[[], Any]
     ) -> Callable[..., Any]:
-        """Returns `Call.attaching`'s `attach(results, select)` for a call that was `opened`."""
+        """Implements `Call.attaching` for a call whose modules `opened` has replaced."""
         return lambda results, select=None: results
 
     traces_marks = False
@@ -250,8 +251,8 @@ class Differentiation(Arrays):
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
         """Evaluates the call at its leaves and at one array for each marked leaf.
 
-        Also returns the marks and these arrays. By default, one more evaluation of the call
-        determines the shapes of the arrays.
+        Also returns the marks and the arrays of the marked leaves. By default, one more evaluation
+        of the call determines the shapes of the arrays.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()
@@ -273,7 +274,7 @@ class Differentiation(Arrays):
     ) -> list[Array]:
         """Applies f to each row of the batch and stacks the outputs.
 
-        one_draw: Whether the rows share the random numbers that f draws, as in one evaluation.
+        one_draw: Whether f draws the same random numbers for every row.
         """
         rows = [f(*example) for example in zip(*batch, strict=True)]
         return [self.xp.stack(column) for column in zip(*rows, strict=True)]
@@ -288,7 +289,7 @@ class Rules(Differentiation):
         pullback: Callable[[Sequence[Array], Sequence[Array], Entries], Entries],
         xs: Sequence[Array],
     ) -> list[Array]:
-        """Calls `fun(*xs)`, with the derivative `pullback(xs, ys, cotangents)` at any order.
+        """Calls `fun(*xs)` and uses `pullback(xs, ys, cotangents)` for derivatives of any order.
 
         Entries of cotangents and of the pullback's result may be None for zero. The pullback
         consists of differentiable operations on xs and ys.
@@ -296,7 +297,7 @@ class Rules(Differentiation):
         raise NotImplementedError
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        """Applies the rule; the pullback recomputes the residuals."""
+        """Applies a custom rule to xs; the pullback recomputes the residuals."""
         caller = _PUSHING.get()
         if rule.reverse_only and caller is not None:
             raise GradtoolsError(reverse_only_text(caller, rule.name))
@@ -331,12 +332,12 @@ class Rules(Differentiation):
     ) -> Array | None:
         """Applies an edit to one array, if the backend can do so faster than `apply_rule`.
 
-        It is not called in compiled code.
+        `edited` is not called in compiled code.
 
         Args:
             rule: A rule with one input; all calls share this rule.
             x: The input; the result is None if x is not an array.
-            cotangent: This call's cotangent map, in place of the rule's.
+            cotangent: The cotangent map of this call, instead of the rule's map.
             value: The output, of x's shape and dtype, in place of x.
         """
         return None
@@ -365,7 +366,7 @@ class Compiler:
     """The interface to a compiler that traces Python (dynamo); by default no-ops."""
 
     def is_tracing(self) -> bool:
-        """Returns whether the compiler traces the calling line."""
+        """Returns whether the compiler is tracing the caller."""
         return False
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -373,7 +374,7 @@ class Compiler:
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Breaks the compiled graph here, for the given reason."""
+        """Breaks the compiled graph at this call, for the given reason."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `fun(*args, **kwargs)` in Python, outside of the compiled graph."""
@@ -381,7 +382,7 @@ class Compiler:
 
 
 class Programs(Rules):
-    """Whole programs: compilers, modules, vmap, kernels. The defaults do nothing."""
+    """Backend members for compilers, modules, vmap and host kernels; by default no-ops."""
 
     compiler = Compiler()
 
@@ -389,9 +390,9 @@ class Programs(Rules):
         """Returns a fast path for calls of a custom rule or host function, or None.
 
         The fast path takes the dynamic and the static arguments, as `Parameters.bound` splits them,
-        and returns NotImplemented for a call that it does not support. It calls a host function's
-        kernel directly if the arguments are concrete arrays and no trace, transform or derivative
-        is active.
+        and returns NotImplemented for a call that it does not support. For a host function, the
+        fast path calls the kernel directly if the arguments are concrete arrays and no trace,
+        transform or derivative is active.
         """
         return None
 
@@ -419,7 +420,7 @@ class Programs(Rules):
 
 
 class Recomputation(Programs):
-    """Chunks and frozen functions."""
+    """Backend members for checkpoints, chunked calls and frozen functions."""
 
     checkpoint = LazyMember("recomputing", operator="checkpoint")
     """`checkpoint(f, options)` returns a function that recomputes f when it is differentiated."""
@@ -445,7 +446,7 @@ class Recomputation(Programs):
         return [sum(column[1:], column[0]) for column in zip(*terms, strict=True)], carry
 
     def _pieces(self, chunks: Chunks) -> list[list[Array]]:
-        """Returns each chunk's slices of every split array, then its slices of lists."""
+        """Returns the slices of all split arrays and then of all lists, for each chunk."""
         part = lambda x, axis, r: x[
             (slice(None),) * (axis % x.ndim) + (slice(r.start, r.stop, r.step),)
         ]
@@ -466,14 +467,14 @@ class Recomputation(Programs):
 
 
 class Backend(Recomputation):
-    """The whole backend interface."""
+    """Base class of all backends, which combines the parts of the interface."""
 
     def __reduce__(self) -> Any:
         return backend_of, (self.name,)
 
 
 class FrameworkBackend(Backend):
-    """Base class of the PyTorch and JAX backends, with members in submodules of equal names."""
+    """Base class of the PyTorch and JAX backends, whose submodules have the same names."""
 
     instances: ClassVar[list[FrameworkBackend]] = []
     on_creation: ClassVar[list[Callable[[FrameworkBackend], None]]] = []

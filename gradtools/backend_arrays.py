@@ -1,4 +1,4 @@
-"""Arrays and pytrees of a backend: the first part of the interface in `gradtools.backend`."""
+"""Defines how a backend represents arrays and pytrees, for the interface in `gradtools.backend`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Array = Any
 
 
 class Arrays(ABC):
-    """Arrays and pytrees: abstract members, and defaults in terms of `xp`."""
+    """Backend members for arrays and pytrees: abstract methods, and defaults in terms of `xp`."""
 
-    name: str  # "torch", "jax", or the module of another backend, which defines `_api`
-    package: str | None = None  # its submodules define lazily imported members
+    name: str  # "torch", "jax", or the module of another backend, which defines `_api`.
+    package: str | None = None  # The package of the lazily imported submodules.
 
     def submodule(self, name: str, caller: str) -> Any:
         """Imports a submodule of the backend, on behalf of the operator `caller`."""
@@ -34,7 +34,7 @@ class Arrays(ABC):
     @property
     @abstractmethod
     def xp(self) -> Any:
-        """A namespace of functions of arrays, by the names of the array-API standard."""
+        """A namespace of array functions with the names of the array-API standard."""
 
     # Pytrees. None is an empty tree.
     @abstractmethod
@@ -82,11 +82,11 @@ class Arrays(ABC):
         return self.unflatten(structure, leaves)
 
     def is_traced(self, x: Any) -> bool:
-        """Returns whether x is an array of a transform that is still running."""
+        """Returns whether x is a tracer of a transform that is still running."""
         return False
 
     def check_arrays(self, *trees: Any) -> None:
-        """Raises if any of these arguments, which are not flattened, contains a foreign array."""
+        """Raises if a tree that is not otherwise flattened contains a foreign array."""
         if foreign_class(self.name):
             for tree in trees:
                 if type(tree) is not self.array_type:
@@ -121,7 +121,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """Converts floats, complex numbers and NumPy arrays to arrays, as arguments of a rule."""
+        """Converts a float, complex number or NumPy array to an array; returns others unchanged."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -155,7 +155,7 @@ class Arrays(ABC):
         return self.xp.ones_like(x)
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """Returns the unit vectors of x's shape, with this many zeros before and after them."""
+        """Returns all unit vectors of x's shape, between `before` and `after` zero vectors."""
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 

@@ -1,9 +1,9 @@
 """Traceback filtering at the API boundary, and the names of functions that operators return.
 
 Each public operator, and each function that an operator returns, is `user_facing`. gradtools' own
-frames are removed from an error that passes through, so that its traceback ends at the user's line
-(as in JAX's traceback filtering). Calls that succeed cost one additional Python call.
-``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
+frames are removed from the traceback of an error that leaves a `user_facing` function, so the
+traceback ends at the user's line (as in JAX's traceback filtering). A successful call costs one
+additional Python function call. ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL = "GRADTOOLS_FULL_TRACEBACK"
 
 
 def user_facing(fun: F) -> F:
-    """Wraps a function so that its errors do not show gradtools' frames."""
+    """Wraps a function so that tracebacks of its errors omit gradtools' frames."""
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def user_facing(fun: F) -> F:
                     trimmed(refusal)
                     raise
             trimmed(error)
-            raise  # a bare raise adds no entry for this frame
+            raise  # a bare raise adds no traceback entry for this frame
 
     return cast(F, call)
 
@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Gives `call` f's name (with a prefix), signature and docstring; it is picklable if f is.
+    """Copies f's name (with a prefix), signature and docstring to `call`; picklable if f is.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """
@@ -98,7 +98,7 @@ class _Method(partial[Any]):
 
 
 def signature_of(f: Any) -> str:
-    """Formats the signature of f; "(...)" if it is unknown."""
+    """Formats the signature of f; returns "(...)" if f has no known signature."""
     try:
         return str(signature(f))
     except (TypeError, ValueError):
@@ -106,12 +106,12 @@ def signature_of(f: Any) -> str:
 
 
 class Linear(partial[Any]):
-    """A pullback or pushforward: `run(native, *args)` as a function of args."""
+    """A pullback or pushforward that maps args to `run(native, *args)`."""
 
     __doc__ = property(lambda self: self.func.__doc__)  # type: ignore[assignment]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates the linear map."""
+        """Applies the pullback or pushforward to args."""
         try:
             return self.func(*self.args, *args, **kwargs)
         except Exception as error:
@@ -123,7 +123,7 @@ class Linear(partial[Any]):
 
 
 def repr_of_linear(run: Callable[..., Any]) -> str:
-    """Formats a linear function by its docstring's first line."""
+    """Returns the repr of a pullback or pushforward, with the first line of its docstring."""
     doc = (run.__doc__ or "").partition("\n")[0].rstrip(".")
     return f"<{getattr(run, '__name__', 'linear map')}{doc and ': ' + doc}>"
 
@@ -149,8 +149,8 @@ def trimmed(error: Exception) -> Exception:
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
     """Yields the frames to hide, for an error and each of its causes and contexts.
 
-    These are gradtools' own frames and, for a GradtoolsError, the frames below the user's innermost
-    line. An unintended error of gradtools' own code keeps its frames.
+    The hidden frames are gradtools' own frames and, for a GradtoolsError, the frames below the
+    user's innermost line. An unintended error of gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]

@@ -10,8 +10,8 @@ its c_i back (Gao et al., Scaling deep contrastive learning batch size under mem
 2021, for contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs
 4F.
 
-This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
-`chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
+This module reads the arguments of a call, and `arguments/chunks.py` splits the arguments into
+chunks. The backends' `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
 """
 
 from __future__ import annotations
@@ -67,22 +67,23 @@ class Chunking(Operators):
         The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
         `f(batch)` if f treats examples independently and deterministically. Batch normalization in
-        training mode does not: it normalizes each chunk by the chunk's own statistics, and a
+        training mode is an exception: each chunk is normalized by the chunk's own statistics, and a
         warning is issued once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
-        Before a chunk is recomputed, random generators and the buffers of the modules that f is or
-        closes over are reset to their state in the first pass; afterwards their state is restored.
-        Grad mode and autocast are set as in the first pass. Other effects of f happen twice, as in
-        `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must not
-        draw from the global generators, or update the buffers of one module, at the same time.
+        Before a chunk is recomputed, random generators and the buffers of f's modules (f itself, or
+        modules in its closure) are reset to their state in the first pass; after the recomputation,
+        their state is restored. Grad mode and autocast are set as in the first pass. Other side
+        effects of f happen twice, as in `torch.utils.checkpoint`; hooks and counters can call
+        `is_recomputing`. Threads must not draw from the global generators, or update the buffers of
+        one module, at the same time.
 
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
         recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
-        saved and not recomputed. A `grad` of a `grad` keeps every chunk's graph, as with
-        `jax.checkpoint`, unless f is `checkpoint(f)`. Pass randomness as keys and changing state as
-        carries; the state of flax.nnx modules is carried, not differentiated, and written back.
-        Call it under jit: otherwise each call is traced.
+        saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
+        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass randomness as keys and
+        changing state as carries; the state of flax.nnx modules is carried, not differentiated, and
+        written back. Call the chunked function under jit: otherwise each call traces f again.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
@@ -92,7 +93,7 @@ class Chunking(Operators):
                 positional argument, or a dict from f's parameters to axes. None passes the argument
                 whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
                 entry, including keyword arguments, are split along axis 0; scalars and non-arrays
-                are shared. A list is a list of examples: f gets slices of it.
+                are shared. A list is treated as a list of examples: f gets slices of the list.
             out_axes: The axis along which outputs are joined: an integer, or a tree of integers
                 like f's output. If f maps a list to a list, the lists are concatenated.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
@@ -100,7 +101,8 @@ class Chunking(Operators):
                 `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
                 Carries are not differentiated.
             interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
-                the order of outputs is restored. Use it for a batch that is sharded over devices.
+                the order of outputs is restored. Set interleaved=True for a batch that is sharded
+                over devices.
             verify: PyTorch: whether to compare the outputs of a recomputed chunk with the outputs
                 of the first pass; a difference raises an error. "first": in the function's first
                 backward pass; True: in every backward pass; False: never.
@@ -108,14 +110,14 @@ class Chunking(Operators):
                 program that is lowered for another platform shows no bar.
 
         Returns:
-            A function of f's arguments. If f is a module, the result is too: in PyTorch, a
-            `torch.nn.Module` that shares f's parameters, buffers, state_dict and attributes under
+            A function of f's arguments. If f is a module, the result is also a module: in PyTorch,
+            a `torch.nn.Module` that shares f's parameters, buffers, state_dict and attributes under
             the same names; for an `equinox` or `flax.nnx` module, a module with f as its attribute
             `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
-                length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap the
+                length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be joined, such as batch
                 statistics or a table of all pairs; the message explains how to leave it out.
                 Constants such as None, strings and flags must be equal in all chunks. When
@@ -134,7 +136,7 @@ class Chunking(Operators):
         chunk_size = checked_size("chunked", f, chunk_size)
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         make = partial(self._chunked_of, (chunk_size, axes, argnums, interleaved, options))
-        if type(f) is FunctionType:  # the common case, not a module
+        if type(f) is FunctionType:  # the common case: f is not a module
             return make(f)
         return self._backend.like_module(f, make)
 
@@ -192,7 +194,8 @@ class Chunking(Operators):
     ) -> Any:
         """Computes the value and the gradient of a mean or sum over examples, chunk by chunk.
 
-        With W_c the weight of chunk c (by default its number of examples) and f_c its mean,
+        With W_c the weight of chunk c (by default its number of examples) and f_c the mean over
+        chunk c,
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
@@ -256,7 +259,7 @@ class Chunking(Operators):
     def is_recomputing(self) -> bool:
         """Returns whether f is being recomputed, for hooks with side effects.
 
-        It is always False in JAX, which has no hooks.
+        In JAX, which has no hooks, the result is always False.
 
         Returns:
             True inside f and the hooks of its modules while `chunked`, `checkpoint` or
@@ -271,7 +274,7 @@ class Chunking(Operators):
 
 @dataclass(frozen=True)
 class _Microbatches:
-    """The options of `microbatched_value_and_grad`, and the steps of a call."""
+    """Stores the options of `microbatched_value_and_grad` and evaluates its calls."""
 
     backend: Backend
     chunk_size: int
@@ -299,11 +302,11 @@ class _Microbatches:
         spec = GradientSpec(_MICROBATCHED, run, self.argnums, has_aux or bool(carried))
         if opened is not None and opened.opens_once:
             spec = replace(spec, opened=opened)
-        layout: list[Any] = []  # the structures and dtypes of value, grads and aux
-        known: list[Any] = []  # the structure of aux, and the shapes of its leaves
+        layout: list[Any] = []  # The structures and dtypes of value, grads and aux.
+        known: list[Any] = []  # The structure of aux, and the shapes of its leaves.
 
         def weighted(w: Array, x: Array) -> Array:
-            """Returns w * x; zero where w is zero, even if x, a mean of no examples, is NaN."""
+            """Returns w * x, or zero where w is zero: x is NaN for a mean of no examples."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x
@@ -409,7 +412,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns the weight of a chunk with these arguments. given: The examples' weights."""
+        """Returns a chunk's weight from its arguments. given: The weights of its examples."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
@@ -454,7 +457,7 @@ def _keys_and_carries(
     carry_argnums: Argnums,
     differentiated: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the arguments that are keys and carries; makes their entries of `given` shared."""
+    """Returns the arguments that are keys and carries; marks their entries of `given` as shared."""
     keys, carried = [
         () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
         for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))

@@ -1,8 +1,8 @@
 """The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
-Two tables below define options and commands. No framework is imported before a command needs it, so
-``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative result of a check,
-and 2 for wrong usage or if a check could not be run.
+Two tables in this module define options and commands. No framework is imported before a command
+needs it, so ``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative
+result of a check, and 2 for wrong usage or if a check could not be run.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters that we print
+        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters of reports
             stream.reconfigure(errors=SPELLED)
     parser = _parser()
     args = parser.parse_args(argv)
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # as a shell reports SIGPIPE
+        return 128 + 13  # the exit status of SIGPIPE in a shell
     except gradtools.GradtoolsError as error:
         print(f"gradtools {args.command}: {error}", file=sys.stderr)
         status = 1 if args.command == "checked" else 2

@@ -1,4 +1,4 @@
-"""The rule of `clip_gradient` clips each modulus, then the global norm, without an epsilon.
+"""Defines the rule of `clip_gradient`: clips each modulus, then the global norm; no epsilon.
 
 x' = c(y'),    c(y')_i = y'_i min(1, max_value / |y'_i|), then times min(1, max_norm / |y'|)
 """
@@ -14,13 +14,14 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
-ARRAY = "array"  # the value of a bound that is an array
+ARRAY = "array"  # a placeholder for a bound that is an array
 
 
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
     """Makes the rule of `clip_gradient` for `count` leaves.
 
-    A bound is a number, None, or `ARRAY`, which makes the bound a further input of the rule.
+    Each bound is a number, None, or `ARRAY`; `ARRAY` makes the bound an additional input of the
+    rule.
     """
     inputs = tuple(range(count, count + [max_norm, max_value].count(ARRAY)))
 
@@ -59,18 +60,18 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
 
 
 def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
-    """Computes cts * min(1, bound / norm), with the norm of cts / unit, which cannot overflow."""
+    """Computes cts * min(1, bound / norm); norm(cts / unit) * unit avoids overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
     if not largest_of:
         return cts
     largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
-    # Uses a quarter, whose reciprocal is never denormal; XLA would flush denormals to zero.
+    # The reciprocal of unit is never denormal: XLA would flush a denormal reciprocal to zero.
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 only for zeros
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 only if all are zero
     bound = backend.real_scalar(bound, size)
     inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)

@@ -1,9 +1,9 @@
 """Classifies code by origin, and finds the user's line in a stack, an error or a function.
 
-Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
-gradtools), depending on its file. This module contains all inspection of frames and tracebacks. It
-names the user's line in messages and graphs, filters tracebacks, distinguishes a framework's error
-from the user's, and restricts the search for mutable state to the user's code.
+The file of a code object determines its origin: the user, an installed package, or a library (the
+frameworks, the standard library, gradtools). This module contains all inspection of frames and
+tracebacks. The results name the user's line in messages and graphs, filter tracebacks, distinguish
+a framework's errors from the user's, and restrict the search for mutable state to the user's code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TYPED_IN = ("<stdin>", "<string>", "<doctest", "<ipython")
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """A line of the user's code."""
+    """The file, line number and function of a line of the user's code."""
 
     file: str
     line: int
@@ -89,7 +89,7 @@ Lines = Iterable[tuple[FrameType, int]]
 
 
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
-    """Yields frames of the stack with their lines, innermost first, without the first `depth`.
+    """Yields stack frames with line numbers, innermost first; skips the first `depth` frames.
 
     end: A function; the walk stops at its frame.
     """
@@ -110,7 +110,7 @@ def functions_in(error: BaseException) -> list[tuple[str, str]]:
 
 
 def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
-    """Returns the user's innermost line.
+    """Returns the innermost line of the user's code on the stack.
 
     stand_in: If PACKAGE, an installed package's innermost line is used if there is no user line.
     """
@@ -174,18 +174,18 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Formats the user's innermost line in an error's traceback, in parentheses, or ""."""
+    """Formats the user's innermost line of a traceback in parentheses; "" if there is none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
 
 def raised_by(package: str, error: BaseException) -> bool:
-    """Returns whether a framework or gradtools raised an error, rather than the user.
+    """Returns whether a framework or gradtools, not the user's code, raised an error.
 
-    A framework's errors have texts but no types of their own, and the user's errors may contain the
-    same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; an error of compiled code is raised by a call instruction. The framework's top-level
-    module counts as the user's code, since it raises on behalf of the user (`torch._check`).
+    Frameworks raise built-in error types, and errors of the user's code may have the same type and
+    text. An error is the user's if a `raise` statement outside of the framework's modules raised
+    it; an error of compiled code is raised by a call instruction. The framework's top-level module
+    counts as the user's code, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:

@@ -1,7 +1,7 @@
-"""Reads the functions and arrays that a command line names, for all commands.
+"""Loads the functions and arrays that the arguments of a command specify.
 
 A program is ``package.module:name``, imported from the working directory. Arrays are read from a
-file or drawn at random by shape.
+file, or random arrays of given shapes are drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], Module
 
 
 def named(path: str) -> Any:
-    """Imports the object that ``package.module:name`` names."""
+    """Imports the object at the path ``package.module:name``."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise GradtoolsError(f"{path!r} is not the path of a program; write package.module:name.")
@@ -74,7 +74,7 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of a file, or random arrays of the shapes; () if neither is given.
+    """Returns the arrays of a file, or random arrays of the given shapes, or ().
 
     Args:
         file: A .npz file, whose arrays are used in order, or a .npy file.

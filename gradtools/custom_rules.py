@@ -1,8 +1,8 @@
 """`custom_rule` gives functions on pytrees a jvp or vjp rule that the user writes.
 
 The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and `jax.custom_jvp`.
-It becomes a `Rule` on flat lists of arrays: one `Specialization` for each combination of static
-arguments and tree structure.
+`custom_rule` converts the author's rule to a `Rule` on flat lists of arrays, with one
+`Specialization` for each combination of static arguments and tree structure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CustomRules(Operators):
         self, f: None = None, static_argnames: Any = ()
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
-        """Gives the function `f` a derivative that you write.
+        """Gives the function `f` a custom derivative rule.
 
         Give a reverse rule, a forward rule, or both; a missing rule is derived by transposition:
 
@@ -55,14 +55,14 @@ class CustomRules(Operators):
         Args:
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
                 and a rule gets every argument by position, including defaults.
-            static_argnames: A name or names of hashable arguments that are not arrays and select
-                the program. They come first in the arguments of fwd, bwd and rule. An array that a
-                static function captures cannot be differentiated.
+            static_argnames: The name or names of static arguments: hashable non-array values for
+                which the rule is specialized. Static arguments come first in the arguments of fwd,
+                bwd and rule. An array that a static function captures cannot be differentiated.
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an
-            integer argument; `rule` gets None as the tangent of an integer argument. A float or
-            complex number is an argument like an array; its tangent is zero.
+            integer argument; `rule` gets None as the tangent of an integer argument. A Python float
+            or complex number is treated like an array; its tangent is zero.
 
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
@@ -153,7 +153,7 @@ class CustomRule:
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes without the caches."""
+        """Returns the attributes to pickle, without the caches."""
         return {k: x for k, x in dict(self.__dict__).items() if k not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -199,12 +199,13 @@ class CustomRule:
         Args:
             fwd: `fwd(*args)` returns the output and the residuals for bwd, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
-                not static. Static arguments come first in the arguments of both.
+                not static. Static arguments come first in the arguments of fwd and bwd.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
                 `needs_input_grad`), and bwd gets None for a zero cotangent.
-            optimize_remat: Accepted as in `jax.custom_vjp`; it has no effect. fwd is inlined, so
-                residuals that a checkpoint recomputes are not computed in the first pass.
+            optimize_remat: Accepted for compatibility with `jax.custom_vjp`, without effect. fwd is
+                inlined, so residuals that a checkpoint recomputes are not computed in the first
+                pass.
         """
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
@@ -229,7 +230,7 @@ class CustomRule:
             )
 
     def _check_count(self, who: str, rule: Callable[..., Any], *called: str) -> None:
-        """Raises if bwd or the forward rule cannot be called with the arguments that it gets."""
+        """Raises if the signature of bwd or of the forward rule does not accept its arguments."""
         called = (*self._binding.statics, *called)
         try:
             taken = inspect.signature(rule, follow_wrapped=False)
@@ -254,7 +255,7 @@ class CustomRule:
                 instead of an array of zeros.
 
         Returns:
-            The rule, so that the method can be used as a decorator.
+            The given rule, so that `defjvp` can be used as a decorator.
         """
         check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
         self._check_count(f"{self.__name__}.defjvp: the rule", rule, "primals", "tangents")
@@ -263,10 +264,10 @@ class CustomRule:
         return rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates f; the rule defines its derivative wherever a derivative is taken."""
+        """Evaluates f; every derivative of the call uses the custom rule."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        try:  # like `user_facing`, but without a further call
+        try:  # like `user_facing`, but without an additional Python call
             if kwargs or self._needs_binding:
                 statics, rest = self._bound(args, kwargs)
             if self._direct is not None:
@@ -374,8 +375,8 @@ class CustomRule:
     def _rule(self, specialized: Specialization) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
-                f"{self.__name__} has no rule yet. Define one with defvjp(fwd, bwd) or "
-                "defjvp(rule) before it is called."
+                f"{self.__name__} has no rule yet. Define a rule with defvjp(fwd, bwd) or "
+                "defjvp(rule) before the first call."
             )
         if self.bwd is None:
             maps: dict[str, Any] = {"tangent": specialized.tangent}
@@ -392,7 +393,7 @@ class CustomRule:
         )
 
     def _user_functions(self, specialized: Specialization) -> tuple[Any, ...]:
-        """Returns the functions that may close over arrays; see `Rule`."""
+        """Returns f and the rule's functions, which may close over arrays; see `Rule`."""
         return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
@@ -400,7 +401,7 @@ class CustomRule:
         return {role: f for role in _MAPS if (f := getattr(self, role)) is not None}
 
     def _contract(self) -> Contract:
-        """Returns the contract of a specialization."""
+        """Returns the `Contract` that checks a specialization's outputs and names the rule."""
         return Contract(f"{self._kind} {self.__name__}", checked=self._is_checked)
 
 

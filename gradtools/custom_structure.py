@@ -1,4 +1,4 @@
-"""`Specialization` is a `custom_rule` at one pytree structure, as functions of flat arrays."""
+"""`Specialization` converts a `custom_rule` at one pytree structure to functions of flat arrays."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Specialization:
-    """A custom rule at fixed static arguments and structure: functions on flat lists of arrays.
+    """A custom rule for fixed static arguments and tree structure, as functions of flat arrays.
 
     Attributes:
         of: The custom rule.
         statics: The static arguments.
-        treedef: The structure of the other arguments.
-        others: The leaves of the other arguments, with ARRAY for each array.
+        treedef: The tree structure of the dynamic arguments.
+        others: The leaves of the dynamic arguments, with ARRAY in place of each array.
         outs: Maps the avals of the inputs to the structure of the output.
         newest: The structure of the latest output.
         refined: Converts the linear maps of a host function to rules, which are differentiable.
@@ -66,7 +66,7 @@ class Specialization:
         self.key = self.rule.key
 
     def arguments(self, values: Sequence[Any]) -> Any:
-        """Returns the arguments with `values` as their arrays."""
+        """Unflattens the arguments with `values` as their array leaves."""
         if self.is_flat:
             return tuple(values)
         return self.backend.unflatten(self.treedef, refilled(self.others, values))
@@ -74,7 +74,7 @@ class Specialization:
     # --- values
 
     def primal(self, *xs: Array) -> list[Array]:
-        """Evaluates the function itself."""
+        """Evaluates f at flat arrays and returns the flat output."""
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
@@ -140,7 +140,7 @@ class Specialization:
         ]
 
     def tangent(self, xs: Entries, dxs: Entries) -> list[Any]:
-        """Returns only the tangents."""
+        """Returns the output tangents of the forward rule."""
         return self.pushforward(xs, dxs)[1]
 
     def tangents(self, dxs: Sequence[Any]) -> Any:
@@ -268,7 +268,7 @@ class Specialization:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, like its argument. Reshape or cast it."
+                f"expected {shape} and {name}, like its argument. Reshape or cast the array."
             )
         return None if zero else x
 

@@ -46,11 +46,11 @@ class GradientSpec:
     operator: str  # the name of the public function, for messages
     f: Callable[..., Any]
     argnums: Argnums
-    has_aux: bool | None = None  # None if the operator has no such argument
+    has_aux: bool | None = None  # None if the operator does not take has_aux
     disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # the number of minimizing argnums; the others maximize
-    opened: Any = None  # the call as rewritten by `Backend.opened`
-    frozen: Any = None  # f wrapped in `frozen`
+    minimizing: int | None = None  # The number of minimizing argnums; the others maximize.
+    opened: Any = None  # The call as rewritten by `Backend.opened`.
+    frozen: Any = None  # The function `frozen(f)`, if frozen.
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -59,7 +59,7 @@ _PLAYERS = "minimize or maximize"
 
 
 class Derivatives(Operators):
-    """The operators that differentiate."""
+    """The public operators that differentiate a function."""
 
     @overload
     def grad(
@@ -118,7 +118,8 @@ class Derivatives(Operators):
                 library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if an argument does not reach the output: "raise",
-                "warn", "zeros", or "strict", which raises if any leaf does not reach it.
+                "warn", "zeros", or "strict", which raises if any leaf of the argument does not
+                reach the output.
             mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
@@ -132,8 +133,9 @@ class Derivatives(Operators):
         Raises:
             GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
                 contains a leaf that is not a floating or complex array; argnums is out of range.
-                With mode="forward_over_reverse", `frozen` raises its errors too.
-            DisconnectedInputError: (When called) according to `disconnected_inputs`.
+                With mode="forward_over_reverse", the errors of `frozen` may also be raised.
+            DisconnectedInputError: (When called) an argument does not reach the output, depending
+                on `disconnected_inputs`.
 
         Example:
             >>> x = {"w": gt.asarray(np.float32([1.0, 2.0]))}
@@ -190,11 +192,11 @@ class Derivatives(Operators):
         """Creates a function that computes the value and the gradient of f in one evaluation.
 
         Args:
-            f: As in `grad`.
-            argnums: As in `grad`.
-            has_aux: As in `grad`.
-            disconnected_inputs: As in `grad`.
-            mode: As in `grad`.
+            f: See `grad`.
+            argnums: See `grad`.
+            has_aux: See `grad`.
+            disconnected_inputs: See `grad`.
+            mode: See `grad`.
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`.
@@ -223,7 +225,7 @@ class Derivatives(Operators):
         grad` and ordinary optimizers work (GANs, domain-adversarial training).
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             minimize: The positions of the players that minimize f.
             maximize: The positions of the players that maximize f.
             has_aux: Whether f returns `(value, aux)`.
@@ -233,7 +235,7 @@ class Derivatives(Operators):
             with grads in ascending argnum order.
 
         Raises:
-            GradtoolsError: As in `grad`; also if an argument both minimizes and maximizes.
+            GradtoolsError: As in `grad`; also if an argument is in both minimize and maximize.
             DisconnectedInputError: A player does not reach f's output.
 
         Example:
@@ -275,12 +277,12 @@ class Derivatives(Operators):
         Returns:
             `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
             (entries at leaves that are not floating or complex are ignored) and returns a tuple
-            with one pytree per primal, with zeros for a leaf that does not reach the output. It may
-            be called many times. In JAX it is a pytree, like the pullback of `jax.vjp`: it may pass
-            through jit and scan, and may be a residual of a rule.
+            with one pytree per primal, with zeros for a leaf that does not reach the output. The
+            pullback may be called many times. In JAX the pullback is a pytree, as in `jax.vjp`: it
+            may be passed through jit and scan, and may be a residual of a rule.
 
         Raises:
-            GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.
+            GradtoolsError: A leaf is not differentiable, or a cotangent does not match its output.
 
         Example:
             >>> out, pullback = gt.vjp(lambda x: x ** 2, gt.asarray(np.float32(3.0)))
@@ -340,10 +342,11 @@ class Derivatives(Operators):
     ) -> Any:
         """Computes the value of f and its tangent J t in forward mode, which keeps no graph.
 
-        In PyTorch, f is pushed with dual numbers; attention and norms use operations whose tangents
-        are correct at every order. `torch.no_grad` does not stop these tangents (pytorch#128600):
-        use `stop_gradient`, or `linearize`, which uses reverse mode. A process has one level of
-        dual numbers; if another derivative is using it, the pullback is transposed instead.
+        In PyTorch, f is evaluated on dual tensors; attention and norms use operations whose
+        tangents are correct at every order. `torch.no_grad` does not stop these tangents
+        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A process
+        has one level of dual numbers; if another derivative is using it, the pullback is transposed
+        instead.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -356,8 +359,9 @@ class Derivatives(Operators):
             complex tangent_out is None in PyTorch and zeros of dtype float0 in JAX.
 
         Raises:
-            GradtoolsError: A tangent does not fit its primal; f contains an operation without
-                forward mode (a reverse-only edit, a kernel without a forward rule).
+            GradtoolsError: A tangent differs from its primal in structure, shape or dtype; f
+                contains an operation without forward mode (a reverse-only edit, a kernel without a
+                forward rule).
 
         Example:
             >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
@@ -387,10 +391,11 @@ class Derivatives(Operators):
 
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent per primal and may be called
-            many times. It uses as much memory as `vjp`; `jvp` uses less, for a single direction.
+            many times. `linearize` uses as much memory as `vjp`; for a single tangent, `jvp` uses
+            less.
 
         Raises:
-            GradtoolsError: A leaf is not differentiable, or a tangent does not fit.
+            GradtoolsError: A leaf is not differentiable, or a tangent does not match its primal.
 
         Example:
             >>> out, pushforward = gt.linearize(lambda x: x ** 2, gt.asarray(np.float32(3.0)))
@@ -456,8 +461,8 @@ class Derivatives(Operators):
             examples.
 
         Raises:
-            GradtoolsError: Batch sizes differ, no argument is split, or in_axes does not fit; also
-            as in `grad`.
+            GradtoolsError: Batch sizes differ, no argument is split, or in_axes does not match the
+                arguments; also as in `grad`.
 
         Example:
             >>> w, x = gt.asarray(np.float32(2.0)), gt.asarray(np.float32([1.0, 3.0]))
@@ -540,12 +545,12 @@ class Derivatives(Operators):
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns `(value, aux, grads)`."""
+        """Evaluates the gradient of a scalar function; returns `(value, aux, grads)`."""
         operator, argnums, disconnected = spec.operator, spec.argnums, spec.disconnected_inputs
         name, fixed = "argnums", NOT_NAMED
         if operator == "minimax_value_and_grad":
             name = _PLAYERS
-            fixed = "pass it in an argument that is in neither minimize nor maximize"
+            fixed = "pass the value in an argument that is in neither minimize nor maximize"
         positions = normalized_argnums(operator, argnums, len(args), name)
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)

@@ -1,8 +1,8 @@
-"""Implements `disconnected_inputs`: errors and warnings for arguments that miss the output.
+"""Implements `disconnected_inputs`: errors and warnings for arguments without a gradient.
 
 An argument reaches the output if data flows from it through f without a cut: a stop or detach, a
 cast to integer or boolean, a comparison, or an operation outside of the framework. The backends
-find such paths; this module raises the errors and issues the warnings.
+find the differentiable paths; this module raises the errors and issues the warnings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
 from gradtools.errors import DisconnectedInputError, DisconnectedInputWarning, warn
 
-_WITH_POLICY = ("grad", "value_and_grad")  # the operators with this argument
+_WITH_POLICY = ("grad", "value_and_grad")  # operators with disconnected_inputs
 
 
 is_missing = partial(operator.is_, None)
@@ -62,11 +62,12 @@ def check_connected(
         return
     fix = 'If the gradient should be zero, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
-        fix = "Do not differentiate with respect to it, or let it reach the output."
+        fix = "Leave the argument out of the differentiated arguments, or let f use the argument."
     message = (
-        f"{caller}: {names} {verb} not reach the output of f by a differentiable path. It may be "
-        "unused, stopped or detached, cast to an integer, compared, or it may leave the framework "
-        f"(.item(), .numpy(), no_grad); why_zero names the operation. {fix}"
+        f"{caller}: {names} {verb} not reach the output of f by a differentiable path. An "
+        "argument has no such path if it is unused, stopped or detached, cast to an integer, "
+        "compared, or passed out of the framework (.item(), .numpy(), no_grad); why_zero names the "
+        f"operation. {fix}"
     )
     if policy != "warn":
         raise DisconnectedInputError(message)

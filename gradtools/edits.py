@@ -1,6 +1,6 @@
-"""Edited gradients: identities in value, bit for bit, with a custom derivative.
+"""Gradient edits: functions whose value is exactly their input, with a custom derivative.
 
-Each edit is a rule whose primal is the identity, y = x. They differ in the cotangent map:
+Each edit is a rule whose primal is the identity, y = x. The edits differ in their cotangent maps:
 
     reverse, scale    x' = s y'          linear: both modes, every order
     straight_through  x' = J_g^H y'      linear, with a surrogate g
@@ -85,7 +85,7 @@ REPLACE_COTANGENT = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Rule with inputs x and dx; the cotangent is dx, whatever the incoming cotangent is."""
+"""Rule with inputs x and dx; the cotangent of x is dx, independent of the incoming cotangent."""
 
 
 # --- the public edits --------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
             scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape;
-                it may be traced or scheduled. It is not differentiated.
+                it may be traced or scheduled. The scale is not differentiated.
 
         Returns:
             x, unchanged, in separate memory.
@@ -136,7 +136,7 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
             scale: A real number, or a real array that broadcasts to every leaf's shape; it may
-                be traced or scheduled. It is not differentiated.
+                be traced or scheduled. The scale is not differentiated.
 
         Returns:
             x, unchanged.
@@ -170,7 +170,7 @@ class Edits(Operators):
         def one(leaf: Array, i: int) -> Array:
             if rule is not None:
                 return backend.apply_rule(rule, leaf)[0]
-            if isinstance(scale, float):  # negated in Python, without an operation
+            if isinstance(scale, float):  # a float is negated in Python, not on the device
                 factor = backend.real_scalar(sign * scale if sign < 0 else scale, leaf)
                 return backend.apply_rule(SCALE, leaf, factor)[0]
             backend.check_array(scale, "scale")
@@ -219,8 +219,8 @@ class Edits(Operators):
 
         Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
         max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
-        cotangent stays zero, and NaN stays NaN. It supports reverse mode only; at second order the
-        cotangent is clipped again.
+        cotangent stays zero, and NaN stays NaN. The edit supports reverse mode only; at second
+        order the cotangent is clipped again.
 
         Args:
             x: A pytree of arrays.
@@ -310,7 +310,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so it does not refer to x
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x: must not capture x
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
@@ -377,7 +377,7 @@ class Edits(Operators):
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
         The derivative is correct in both modes and at every order; f itself is never differentiated
-        and gets detached inputs. It may be a NumPy function.
+        and gets detached inputs. f may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
@@ -410,7 +410,7 @@ class Edits(Operators):
 
 @lru_cache(maxsize=128)
 def _scaling(factor: str) -> Rule:
-    """Returns the rule of a constant factor, in hexadecimal: a cache equates 0.0 and -0.0."""
+    """Returns the rule for a constant factor; the hexadecimal key distinguishes 0.0 and -0.0."""
     number = float.fromhex(factor)
     is_negation = number == -1.0
 

@@ -1,7 +1,7 @@
 """Exceptions and warnings.
 
 Every message names the function, the argument (leaf path, shape, dtype), the expected value, and
-the fix. The texts are part of the API.
+the fix. Error texts are part of the API.
 """
 
 import warnings
@@ -12,19 +12,19 @@ from gradtools.code_origin import depth_of_the_user, raised_by
 
 
 class GradtoolsError(Exception):
-    """A call is invalid or unsupported, or its result might be wrong."""
+    """Raised if a call is invalid or unsupported, or if its result might be wrong."""
 
 
 class DisconnectedInputError(GradtoolsError):
-    """A differentiated argument does not reach the output by a differentiable path."""
+    """Raised if a differentiated argument does not reach the output by a differentiable path."""
 
 
 class LostDerivativeError(GradtoolsError):
-    """Custom code in f returns a gradient that autograd cannot differentiate again."""
+    """Raised if custom code in f returns a gradient that autograd cannot differentiate again."""
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """A derivative contradicts finite differences, according to `gradtools.testing.checked`."""
+    """Raised by `gradtools.testing.checked` if a derivative contradicts finite differences."""
 
 
 class Refusal(GradtoolsError):
@@ -58,11 +58,11 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """An argument may not reach the output: its gradient, or an inner gradient, is constant."""
+    """Warning for an argument with a constant gradient, which may not reach the output."""
 
 
 class MissingRuleError(GradtoolsError):
-    """A host function without a rule was differentiated."""
+    """Raised if a host function without a rule is differentiated."""
 
 
 def warn(text: str, category: type[GradtoolsWarning] = GradtoolsWarning) -> None:
@@ -92,7 +92,7 @@ def _refused(name: str, args: tuple[Any, ...]) -> GradtoolsError:
 
 
 _REFUSALS: dict[type[Exception], type[Refusal]] = {
-    NotImplementedError: NotImplementedRefusal,  # listed before its base class RuntimeError
+    NotImplementedError: NotImplementedRefusal,  # precedes its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
     ValueError: ValueRefusal,

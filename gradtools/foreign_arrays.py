@@ -1,8 +1,8 @@
-"""Rejects arrays of the other framework, which a framework would treat as constants.
+"""Rejects arrays of the other framework: PyTorch and JAX treat foreign arrays as constants.
 
-For example, `reverse_gradient` of such an array would silently have no effect. Operators detect the
-arrays when they flatten an argument (`integrations/containers.py`). The other framework is looked
-up in `sys.modules`, and never imported.
+For example, `gradtools.torch.reverse_gradient` of a `jax.Array` would silently have no effect.
+Operators detect foreign arrays when they flatten an argument (`integrations/containers.py`). The
+other framework is looked up in `sys.modules`, and never imported.
 """
 
 from __future__ import annotations

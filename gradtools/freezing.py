@@ -1,8 +1,8 @@
 """`frozen` computes second derivatives through a large function without storing its graph.
 
-For y = G(z) with Jacobian J the pullback is v -> J^H v. It is linear in v, so its derivative along
-v, pulled back, is the pushforward u -> J u: one pass in forward mode, which stores nothing. Its
-derivative along z is the tangent of the pullback along u,
+For y = G(z) with Jacobian J the pullback is v -> J^H v. The pullback is linear in v, so the
+transpose of its derivative along v is the pushforward u -> J u: one pass in forward mode, which
+stores no graph. The derivative of <u, J^H v> along z is the tangent of the pullback along u,
 
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
@@ -26,7 +26,7 @@ from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
 
-_ONE = Partition(1, 1)  # a use is run as one chunk
+_ONE = Partition(1, 1)  # a use of a frozen function is one chunk
 
 
 def name_of_function(caller: str) -> str:
@@ -59,8 +59,8 @@ class Freezing(Operators):
     ) -> F:
         """Use `frozen(G)` in place of G: second derivatives through it do not store G's graph.
 
-        It is intended for gradients with respect to many z_i through a large pretrained G that
-        enter another loss. Each use stores its arguments and outputs, but nothing that grows with
+        `frozen` is intended for a loss that contains gradients with respect to many z_i through a
+        large pretrained G. Each use stores its arguments and outputs, but nothing that grows with
         the depth of G. If a forward pass costs F, a use costs F forward, F for the pullback, and 2F
         for the second derivative: 4F in total, while double backward takes 3F and keeps graphs of G
         for every use. In PyTorch, take each first derivative before the next use of G: otherwise
@@ -85,11 +85,11 @@ class Freezing(Operators):
 
         Returns:
             A function of G's arguments. If G is a module, the result is a module, as in `chunked`,
-            with G's tensors in its state_dict; its call treats them as constants.
+            with G's tensors in its state_dict; calls of the module treat G's tensors as constants.
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
-                of G, or a tensor that it captures, is needed (in reverse mode); G returns different
+                of G, or a tensor that G captures, is needed (in reverse mode); G returns different
                 values when it is recomputed.
 
         Example:
@@ -107,7 +107,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """Returns `frozen(G)` for the operator `caller`, which the errors name; they call G "f"."""
+        """Returns `frozen(G)` on behalf of the operator `caller`; errors name the caller and G."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

@@ -11,7 +11,7 @@ from weakref import ref
 
 
 def cells_of(f: Any) -> dict[str, Any]:
-    """Returns the bound variables that a function closes over."""
+    """Returns the values of the variables that a function closes over, by name."""
     names = getattr(getattr(f, "__code__", None), "co_freevars", ())
     cells = zip(names, getattr(f, "__closure__", None) or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if cell != CellType()}

@@ -13,16 +13,16 @@ class Gathering(Operators):
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """Concatenates the rows of all processes (PyTorch) or devices (JAX).
 
-        Use it for losses over the global batch. The derivative is the adjoint: the cotangents of
-        each row are summed over all processes. If every process computes the whole loss L, or
-        process r computes L_r and L is their mean, then the mean of the processes' gradients (which
-        DistributedDataParallel or `jax.lax.pmean` computes) is the gradient of L. Under `shard_map`
-        with check_vma=True, first make shared weights varying (`jax.lax.pcast(w, axis,
-        to="varying")`) or put the pmean inside the differentiated function; otherwise `jax.grad`
-        itself sums over devices.
+        A loss over the global batch can be computed from the result. The derivative is the adjoint:
+        the cotangents of each row are summed over all processes. If every process computes the
+        whole loss L, or process r computes L_r and L is their mean, then the mean of the processes'
+        gradients (which DistributedDataParallel or `jax.lax.pmean` computes) is the gradient of L.
+        Under `shard_map` with check_vma=True, first make shared weights varying (`jax.lax.pcast(w,
+        axis, to="varying")`) or put the pmean inside the differentiated function; otherwise
+        `jax.grad` itself sums over devices.
 
         Args:
-            x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.
+            x: A pytree of arrays with the local rows along axis 0, of the same shape on every rank.
             axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`).
             group: PyTorch: a process group; None for the default group.
 

@@ -16,9 +16,9 @@ from gradtools.errors import GradtoolsError
 class TargetLeaf(NamedTuple):
     """A leaf of the target and its gradient."""
 
-    path: str  # its path in the target
-    target: Any  # the parameter (PyTorch) or the buffer's array (JAX)
-    grad: Any  # the gradient, or None to leave this leaf unchanged
+    path: str  # The leaf's path in the target.
+    target: Any  # The parameter (PyTorch) or the buffer's array (JAX).
+    grad: Any  # The gradient, or None to leave this leaf unchanged.
 
 
 def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
@@ -72,7 +72,7 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
             for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
                 yield from pairs(below, grad, path + (f".{fields[i]}" if fields else f"[{i}]"))
         elif [id(x) for x in trees.flatten(numbered)[0]] == [id(numbered)]:
-            # a dataclass that `unflatten` rebuilt
+            # a registered dataclass, which `unflatten` rebuilds with indices as leaves
             if type(grads) is not type(numbered):
                 refuse(f"a {type(numbered).__name__}, as in the target")
             for name, below in vars(numbered).items():
@@ -99,5 +99,5 @@ def _listed(keys: Any, most: int = 8) -> str:
 
 
 def refuse(caller: str, came: str, expected: str, fix: str) -> NoReturn:
-    """Raises for a parameter, a buffer or a gradient that does not fit."""
+    """Raises a GradtoolsError that states the invalid input, the expected input and the fix."""
     raise GradtoolsError(f"{caller}: {came}; expected {expected}. {fix}")

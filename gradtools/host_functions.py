@@ -3,8 +3,9 @@
 A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so
 derivatives beyond the last user-written rule are derived from the symmetry of the Hessian:
 
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a product
-    with that function's Hessian, which equals the pullback of dx.
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. The derivative of bwd along dx is the
+    Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd, since a Hessian is
+    symmetric.
 
 A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
 """
@@ -57,26 +58,28 @@ class HostFunctions(Operators):
         """Embeds a kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) in the framework's program.
 
         The kernel runs in eager and compiled code, under vmap and in loops. Rules are set as for a
-        `custom_rule`; they may call the function itself and other host functions with rules. If bwd
-        is a host function with a bwd, double backward works, and also forward mode and forward over
-        reverse, because a Hessian is symmetric.
+        `custom_rule`; a rule may call the function itself and other host functions with rules. If
+        bwd is a host function with a bwd, double backward works, and also forward mode and forward
+        over reverse, because a Hessian is symmetric.
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
                 Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
-                arrays replaced by their ArraySpecs. Under vmap these are the specs of one example.
-            vectorized: If False, vmap calls the kernel once per example. If True, one call gets
-                leading batch axes on each array argument. Elementwise kernels support this.
+                arrays replaced by their ArraySpecs. Under vmap, `out` describes one example.
+            vectorized: If False, vmap calls the kernel once per example. If True, vmap calls the
+                kernel once, with leading batch axes on each array argument, which elementwise
+                kernels support.
             adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
-                for all x and y. No rule is then needed in either mode, at any order. It takes a
-                cotangent of A's result and returns a cotangent of A's argument (a tuple for several
-                arguments), real if the argument is real. A must then take only floating and complex
-                arrays.
+                for all x and y. A kernel with an adjoint needs no rule, in either mode and at any
+                order. The adjoint takes a cotangent of A's result and returns a cotangent of A's
+                argument (a tuple for several arguments), real if the argument is real. A kernel
+                with an adjoint must take only floating and complex arrays.
 
         Returns:
-            A function of arrays. Without a rule, differentiating it raises an error.
+            A function of arrays. Without a rule, differentiating the returned function raises an
+            error.
 
         Raises:
             GradtoolsError: (When called) the kernel's results differ from `out` in number, shape
@@ -152,8 +155,8 @@ class HostFunction(CustomRule):
             def missing(saved: Entries, moving: Entries) -> Any:
                 raise MissingRuleError(
                     f"host function {self.__name__!r} has no rule, so its derivative is unknown. "
-                    "Define one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
-                    "its arguments."
+                    "Define a rule with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient "
+                    "of the arguments."
                 )
 
             return Rule(self.__name__, specialized.primal, missing, missing)
@@ -243,7 +246,7 @@ def _maps_as_rules(
     Args:
         host: The host function.
         specialized: The host function on flat arrays.
-        known: The rules of earlier evaluations, by their structure.
+        known: A cache of the rules, by residual structure and output avals.
         linearized: The maps of one evaluation.
         moving: Whether each input is floating or complex.
         outs: The avals of the outputs; None for integers.
@@ -300,8 +303,8 @@ class _KernelMaps:
     """Stores bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
 
     `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
-    and a gradient in x. `push` is its transpose in the cotangents. The vectors are the cotangents
-    of `pull` or the tangents of `push`.
+    and a gradient in x. `push` is the transpose of `pull` in the cotangents. The vectors are the
+    cotangents of `pull` or the tangents of `push`.
     """
 
     host: HostFunction
@@ -366,9 +369,10 @@ class _KernelMaps:
     def _differentiated(
         self, rule: Rule, operands: Entries, moved: Entries, along: Callable[..., list[Array]]
     ) -> list[Any]:
-        """Returns the tangents of a map that is linear in the vectors.
+        """Returns the tangents of `pull` or `push`, which are linear in the vectors.
 
-        along: `along(at, dxs)` is its derivative along tangents of the differentiated inputs.
+        along: `along(at, dxs)` is the derivative of the rule along tangents of the differentiated
+            inputs.
         """
         xs, saved, vs = self.parted(operands)
         dxs, _, dvs = self.parted(moved)
@@ -392,7 +396,7 @@ class _KernelMaps:
         return [*spread(dxs, self.moving), *[None] * self.k, *dcts]
 
     def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
-        """Returns the pullback of `pulled`, to the inputs and to the cotangents."""
+        """Pulls vs back through `pulled`, to the differentiated inputs and to the cotangents."""
         run = lambda *values: self.evaluated(xs, values[: len(at)], values[len(at) :])
         result = self.backend.pull(run, [*at, *cts], vs)
         return result[: len(at)], result[len(at) :]
@@ -404,7 +408,7 @@ class _KernelMaps:
         pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         try:
             return self.transposed(pull, [*xs, *saved], dxs)
-        except MissingRuleError:  # a kernel without a rule may read only residuals
+        except MissingRuleError:  # a kernel without a rule may depend on residuals only
             plain = lambda at, *cts: self.pulled(*at, *cts)
             return self.transposed(plain, [*xs, *saved], dxs)
 
@@ -424,7 +428,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """Pulls back <v, J dx> = <bwd(x, v), dx>: its gradient in x is bwd's pullback of dx."""
+        """Pulls back <v, J dx> = <bwd(x, v), dx>: the gradient in x is bwd's pullback of dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

@@ -1,10 +1,10 @@
 """Host kernels call NumPy, SciPy or ctypes functions inside a framework's program.
 
-A framework that traces a program must know the shape and dtype of a kernel's result before it runs
-the kernel. An `ArraySpec` declares both, and `KernelCall` checks each result against its spec
-before a framework could cast or misread the result. Under vmap a kernel is called once per example,
-or once with the batch axis in front of every argument. A kernel has no derivative. `torch/host.py`
-and `jax/host.py` contain the calls in the frameworks' programs.
+A framework that traces a program needs the shape and dtype of a kernel's result before it runs the
+kernel. An `ArraySpec` declares the shape and dtype, and `KernelCall` checks each result against its
+spec, because the framework could cast or misinterpret the result. Under vmap a kernel is called
+once per example, or once with the batch axis in front of every argument. A kernel has no
+derivative. `torch/host.py` and `jax/host.py` contain the calls in the frameworks' programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradtools.integrations.containers import whole
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
-Shape = tuple[Any, ...]  # integers, or a framework's symbols while it traces
+Shape = tuple[Any, ...]  # integers, or symbolic sizes while the framework traces
 
 _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
@@ -46,7 +46,7 @@ class ArraySpec:
     Args:
         shape: A tuple of integers; an integer n means (n,).
         dtype: A name such as "float32", "bfloat16", "complex128", "int64" or "bool", or a dtype of
-            NumPy or of the framework. It is stored as a name.
+            NumPy or of the framework. The dtype is stored by name.
 
     Raises:
         GradtoolsError: shape or dtype is invalid.
@@ -67,7 +67,7 @@ class ArraySpec:
         dims = (shape,) if isinstance(shape, numbers.Integral) else shape
         try:
             if hasattr(shape, "dtype") and type(shape).__module__.split(".")[0] in _FRAMEWORKS:
-                raise TypeError  # a tensor in place of its shape; its entries are not read
+                raise TypeError  # an array was passed instead of a shape
             object.__setattr__(self, "shape", tuple([_dim(d) for d in dims]))
         except (TypeError, ValueError):
             raise GradtoolsError(
@@ -88,7 +88,7 @@ class ArraySpec:
 
 def _dim(d: Any) -> Any:
     if type(d).__module__.partition(".")[0] in _FRAMEWORKS:
-        return d  # a symbolic size, which an int would specialize
+        return d  # int(d) would specialize a symbolic size
     if isinstance(d, bool) or operator.index(d) < 0:
         raise ValueError(d)
     return operator.index(d)
@@ -106,7 +106,7 @@ class Kernel:
             of one example.
         vectorized: Whether vmap calls fun once, with leading batch axes on every array, instead of
             once per example.
-        name: The name for messages.
+        name: The kernel's name in messages.
         raw: Whether fun takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
         inside: The function of another framework that this kernel wraps, if any, with its `name`
@@ -136,12 +136,12 @@ class Kernel:
     def note(self, error: ValueError) -> None:
         """Adds a note to NumPy's error for writing to an argument."""
         if "read-only" in str(error):
-            error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
+            error.add_note(f"host function {self.name!r}: the arguments are read-only; copy them.")
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
-        """Returns the kernel's call with arguments like these, and their arrays in order.
+        """Returns the `KernelCall` for the arguments' structure, and the arrays in order.
 
-        NumPy arrays are among the arrays; Python's and NumPy's numbers are not.
+        NumPy arrays count as arrays; Python and NumPy scalars do not.
         """
         leaves, treedef = backend.flatten(tuple(args))
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
@@ -149,8 +149,8 @@ class Kernel:
         others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
         key = (backend, treedef, others, *type_key(others))
         try:
-            call = self.calls.get(key)  # compiled programs refer to the call by its key
-        except TypeError:  # an argument that is not hashable
+            call = self.calls.get(key)  # Compiled programs refer to the call by its key.
+        except TypeError:  # An argument is not hashable.
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
             call = remember(self.calls, key, KernelCall(self, backend, treedef, others))
@@ -159,7 +159,7 @@ class Kernel:
     def known_call(
         self, avals: Any, backend: Any, args: Sequence[Any]
     ) -> tuple[KernelCall, Results]:
-        """Returns the call with the given arguments and its result specs, memoized by `avals`.
+        """Returns the `KernelCall` for the arguments and its result specs, memoized by `avals`.
 
         avals: A key that differs wherever `out` may return different specs.
         """
@@ -188,7 +188,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 
 def call_by_key(key: str) -> KernelCall:
-    """Returns the call with the given key."""
+    """Returns the `KernelCall` with the given key; raises if it was garbage collected."""
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
@@ -199,7 +199,7 @@ def call_by_key(key: str) -> KernelCall:
 
 
 def call_if_kept(key: str) -> KernelCall | None:
-    """Returns the call with the given key, or None if it was garbage collected."""
+    """Returns the `KernelCall` with the given key, or None if it was garbage collected."""
     return _BY_KEY.get(key)
 
 
@@ -233,7 +233,7 @@ class KernelCall:
 
     Attributes:
         kernel: The kernel.
-        trees: The backend of the pytrees.
+        trees: The backend that flattens and unflattens pytrees.
         treedef: The structure of the tuple of arguments.
         others: The leaves of the arguments, with ARRAY for each array.
         key: A string that compiled code embeds to refer to the call; see `call_by_key`.
@@ -276,7 +276,7 @@ class KernelCall:
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument its result's shape is unknown. "
+                    "without an array argument the result's shape is unknown. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
@@ -329,7 +329,7 @@ class KernelCall:
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
         """Checks and copies the kernel's results.
 
-        The kernel may return its argument, or a workspace that it writes to again.
+        Copies are necessary because the kernel may return its argument or a reused workspace.
         """
         pairs = zip(self._checked(tree, expected, batch), expected.avals, strict=True)
         return [np.array(y, dtype, order="C") for y, (_, dtype) in pairs]
@@ -348,7 +348,9 @@ class KernelCall:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
-                raise self.error(f"it returned {len(ys)} arrays; out specifies {count}.")
+                raise self.error(
+                    f"the kernel returned {len(ys)} arrays, but out specifies {count}."
+                )
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
@@ -358,12 +360,12 @@ class KernelCall:
             if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
                 if tree is None:
                     raise self.error(
-                        f"it returned None; expected the structure of out, {in_words(wanted)}. A "
-                        "kernel that fills an array must return the array."
+                        "the kernel returned None; expected the structure of out, "
+                        f"{in_words(wanted)}. A kernel that fills an array must return the array."
                     )
                 came = in_words(self.trees.flatten(tree)[1])
                 raise self.error(
-                    f"it returned the structure {came}; expected the structure of out, "
+                    f"the kernel returned the structure {came}; expected the structure of out, "
                     f"{in_words(wanted)}."
                 )
         for y, (shape, dtype) in zip(ys, expected.avals, strict=True):
@@ -378,7 +380,7 @@ class KernelCall:
         return ys
 
     def _arguments(self, values: Sequence[Any]) -> Any:
-        """Returns the arguments with `values` as their arrays."""
+        """Unflattens the arguments with `values` as the array leaves."""
         return self.trees.unflatten(self.treedef, refilled(self.others, values))
 
     def error(self, text: str) -> GradtoolsError:
@@ -389,11 +391,11 @@ class KernelCall:
 
     def no_derivative(self) -> GradtoolsError:
         """Returns the error for differentiating a kernel without a rule."""
-        return self.error("it has no derivative. Give it a rule (defvjp or defjvp).")
+        return self.error("the kernel has no derivative. Define a rule (defvjp or defjvp).")
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """Describes why y does not fit and how to fix it; empty if y fits."""
+    """Describes how y differs from its spec, and the fix; empty if y matches."""
     shape = (*batch, *spec.shape)
     behind = f", with the leading batch axes {batch} (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -412,7 +414,7 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
 
 
 def carrier(dtype: str) -> str:
-    """Returns the NumPy dtype that replaces a dtype that NumPy lacks (bfloat16)."""
+    """Returns the NumPy dtype for a spec's dtype: float32 for bfloat16, which NumPy lacks."""
     return _CARRIED.get(dtype, dtype)
 
 
@@ -424,7 +426,7 @@ def read_only(x: np.ndarray) -> np.ndarray:
 
 
 def _fits(y: Any, dtype: str) -> bool:
-    """Returns whether a Python number is of this dtype's kind and within its range."""
+    """Returns whether a Python number is of the given dtype's kind and within its range."""
     try:
         kind = np.dtype(carrier(dtype)).kind
         return type(y) is _SCALARS[kind] and np.array(y, carrier(dtype)) is not None

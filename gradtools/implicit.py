@@ -42,15 +42,15 @@ class Implicit(Operators):
         """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
         The implicit function theorem gives the derivatives: each pullback or tangent takes one
-        linear solve, in both modes and at every order. They do not depend on the
-        method by which `solve` computes z.
+        linear solve, in both modes and at every order. The derivatives do not depend on the method
+        by which `solve` computes z.
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
                 g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h is a solution of
-                `F = gt.grad(h)`. It may also close over differentiated arrays and modules.
-            solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. It is
-                called once, with arguments that have no gradient, and may be an optimizer, a
+                `F = gt.grad(h)`. F may also close over differentiated arrays and modules.
+            solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
+                is called once, with arguments that have no gradient, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
             linear_solve: The solver of A x = b: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
                 and positive or negative definite, as at a minimum; "dense" to use A as a matrix; or
@@ -94,7 +94,7 @@ class Implicit(Operators):
 class _Form:
     """F, and the structure, shapes and dtypes of z; x is z as a single real vector."""
 
-    F: Callable[..., Any]  # takes the captured arrays, then its own arguments
+    F: Callable[..., Any]  # takes the captured arrays, then the arguments of F
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -106,7 +106,7 @@ class _Form:
 
 
 class _Closed(CustomRule):
-    """A rule whose functions close over no differentiated array."""
+    """A custom rule whose functions close over no differentiated array."""
 
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
@@ -117,7 +117,7 @@ class _Closed(CustomRule):
 
 
 class _Solution:
-    """F(z, *args, **kwargs) and its solution.
+    """An equation F(z, *args, **kwargs) = 0 and its differentiable solution z.
 
     p = (captured, args, kwargs), where captured are the arrays that F closes over.
     """
@@ -144,9 +144,9 @@ class _Solution:
         return (z, aux) if self.has_aux else z
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """Calls `solve`, and returns the form, x and aux, checked and without derivatives.
+        """Calls `solve`, checks z, and returns its `_Form`, x and aux without derivatives.
 
-        Also returns the arrays that F closes over, which become arguments of the rules.
+        Also returns the arrays that F closes over, which become arguments of the custom rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))
@@ -247,7 +247,7 @@ class _Solution:
     # --- trees and vectors
 
     def _F(self, form: _Form, x: Array, p: Any) -> Array:
-        """Evaluates F as a function of vectors."""
+        """Evaluates F as a map from real vectors x to real vectors."""
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten_like(form.treedef, F)
         if not is_same(treedef, form.treedef) or [tuple(y.shape) for y in leaves] != [*form.shapes]:

@@ -1,8 +1,9 @@
 """Gradients at intermediate values: `retain_gradient` and `retained_gradients`.
 
-For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. It is the gradient of
-g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is differentiable.
-`arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py` evaluate f with them.
+For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
+the gradient of g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is
+differentiable. `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py`
+evaluate f with them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gradtools.errors import GradtoolsError
 
 
 class MarkedCall(Call):
-    """A call of f that marks values; the arrays of the tape follow its leaves."""
+    """A call of f that marks values; takes the arrays of the tape after the leaves of f."""
 
     tape: MarkedValues
 
@@ -41,8 +42,8 @@ class RetainedGradients(Operators):
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
-        JAX program has no operation for it. Use the result in place of x: only values computed from
-        the result contribute to the retained gradient.
+        JAX program contains no operation for the mark. Use the result in place of x: only values
+        computed from the result contribute to the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -97,9 +98,9 @@ class RetainedGradients(Operators):
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
             order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark
-            precede the steps at the next mark. Under vmap the batch axis is in front. A value that
-            does not reach the output gives zeros. All results are differentiable, like the results
-            of `grad`.
+            precede the steps at the next mark. Under vmap the batch axis is the first axis of each
+            retained gradient. The gradient at a value that does not reach the output is zero. All
+            results are differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums
@@ -156,7 +157,7 @@ class RetainedGradients(Operators):
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """Returns the pytree of each name; stacks the values of a name, or lists differing shapes."""
+    """Returns the gradients by name; stacks or lists several values with the same name."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

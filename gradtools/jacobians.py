@@ -1,4 +1,4 @@
-"""Computes Jacobians, Hessians and their products with vectors, without unnecessary matrices.
+"""Computes Jacobians, Hessians and their products with vectors; products form no matrix.
 
 With g the gradient of a real f, and H = dg/dx,
 
@@ -35,7 +35,7 @@ Push = Callable[[list[Array]], list[Array]]
 
 
 class Jacobians(Operators):
-    """The operators that compute matrices of derivatives, or products with them."""
+    """The operators that compute Jacobians, Hessians and Hessian-vector products."""
 
     def jacobian(
         self,
@@ -58,17 +58,17 @@ class Jacobians(Operators):
             chunk_size: The number of unit vectors per chunk; all by default. 1 runs a loop without
                 vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
             sparsity: For an f from one array to one array: the pattern of entries that may be
-                nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It has
-                one row per output entry and one column per input entry, or the Jacobian's shape.
-                Columns or rows are coloured, so a banded Jacobian takes as many products as it has
-                bands. One more product detects entries missing from the pattern. Requires `pip
-                install "gradtools[sparse]"`.
+                nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
+                pattern has one row per output entry and one column per input entry, or the
+                Jacobian's shape. Columns or rows are colored, so a banded Jacobian takes as many
+                products as it has bands. One more product detects entries missing from the pattern.
+                Requires `pip install "gradtools[sparse]"`.
 
         Returns:
-            A function of f's arguments. For an output leaf of shape s and an input leaf of shape
-            t it returns an array of shape s + t, in the tree of the output, with the tree of the
-            argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity, one
-            sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
+            A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
+            the function returns an array of shape s + t, in the tree of the output, with the tree
+            of the argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity,
+            one sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
@@ -142,7 +142,7 @@ class Jacobians(Operators):
         is real-linear in the tangent, and the Hessian is symmetric under Re<u, v>.
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             primals: One pytree of floating or complex arrays for each argument.
             tangents: Pytrees with the structure, shapes and dtypes of the primals.
             mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp of
@@ -189,16 +189,17 @@ class Jacobians(Operators):
         """Computes the Hessian of a real scalar-valued f with real arguments.
 
         Args:
-            f: As in `grad`.
+            f: See `grad`.
             argnums: The positional arguments to differentiate with respect to.
-            mode: As in `hvp`.
+            mode: See `hvp`.
             sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
                 diagonal need not be repeated on the other side.
 
         Returns:
-            A function of f's arguments. For argument leaves of shapes s and t it returns an array
-            of shape s + t, in the tree of the argument, with that tree again at each leaf; for a
-            tuple of argnums, a tuple of tuples. With sparsity, it returns one sparse array.
+            A function of f's arguments. For argument leaves of shapes s and t the function returns
+            an array of shape s + t, in the tree of the argument, with that tree again at each leaf;
+            for a tuple of argnums, a tuple of tuples. With sparsity, the result is one sparse
+            array.
 
         Raises:
             GradtoolsError: An input is complex; also as in `grad`.
@@ -245,12 +246,12 @@ class Jacobians(Operators):
         flat: Any = gradient
         flat.caller, flat.call, flat.plain_kernels = call.caller, call, True
         flat.own, flat.is_deferred = call.own, call.is_deferred
-        call.is_deferred = bool  # always False: the gradient keeps its graph
+        call.is_deferred = bool  # bool() is False: the graph is kept
         return flat
 
 
 def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
-    """Resolves "auto" for this call; returns the mode and the function that evaluates the call."""
+    """Resolves mode="auto"; returns the mode and the function that evaluates the call."""
     backend = call.backend
     if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
         return (backend.hvp_mode if mode == "auto" else mode), call
@@ -287,7 +288,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """Returns, for output and input leaves of shapes s and t, arrays of shape s + t.
+    """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
 
     mode: "forward", "reverse" or "auto", which is reverse in this function.
     """
@@ -325,7 +326,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # inputs are real: real and imaginary parts are pulled separately
+    if any(are_complex):  # inputs are real: pulls real and imaginary parts back separately
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []

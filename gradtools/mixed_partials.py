@@ -24,16 +24,18 @@ class MixedPartials(Operators):
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)> at g
         = G(z). G is therefore evaluated once in forward mode, and only f is differentiated twice.
         The memory does not grow with the depth of G. The result is differentiable, also with
-        respect to z, u and the arrays that G captures; in PyTorch this evaluates G once more.
+        respect to z, u and the arrays that G captures; in PyTorch, differentiating the result
+        evaluates G once more.
 
-        Several directions share one evaluation of f. In JAX they also share one evaluation of G;
-        in PyTorch G runs once per direction, each time with the same random streams and buffers.
+        Several directions share one evaluation of f. In JAX all directions also share one
+        evaluation of G; in PyTorch G runs once per direction, each time with the same random
+        streams and buffers.
 
         Args:
             f: A real scalar function of y and of G's result.
-            G: A function of z that supports forward mode; PyTorch's fused attention, which does
-                not, is replaced by plain operations. If G contains other operations without forward
-                mode, take the gradient through `frozen(G)`.
+            G: A function of z that supports forward mode; PyTorch's fused attention, which lacks
+                forward mode, is replaced by plain operations. If G contains other operations
+                without forward mode, take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.
@@ -61,7 +63,7 @@ class MixedPartials(Operators):
         try:
             if single:
                 return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
-            # Uncompiled: each direction runs G from the same random state.
+            # Runs outside of compiled code, where random state can be reset for each direction.
             names = [f"u[{k}]" for k in range(len(u))]
             return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
         except TypeError as error:

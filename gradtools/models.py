@@ -30,10 +30,10 @@ class Models(Operators):
         """Converts a module to a pure function of its parameters and state.
 
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
-        side effects on the module or its arguments. Many threads may call it at once, each with its
-        own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``, the call's
-        randomness is a function of the key only. make_functional reads the module when it is
-        called; later changes of its mode or structure do not affect apply.
+        side effects on the module or its arguments. Many threads may call ``apply`` at once, each
+        with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``,
+        the call's randomness is a function of the key only. make_functional reads the module when
+        it is called; later changes of its mode or structure do not affect apply.
 
         In PyTorch::
 
@@ -65,19 +65,20 @@ class Models(Operators):
           seeded and restored, under one process-wide lock; the ``random`` modules of Python and
           NumPy are unaffected. On the CPU a seed has 32 effective bits, so one in 2^32 pairs of
           keys draws equal numbers. Under ``torch.func.vmap`` use ``randomness="different"`` and a
-          key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled, and
-          without a key numbers that forward assigns remain on a private copy between calls.
-        - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
-          mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
-          ``use_running_average``. The key is split over ``rng_names``.
-        - ``flax.nnx``: params contains the ``nnx.Param``s, state the random streams and all other
-          variables. With a key, every stream gets its own key and state keeps its streams
+          key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled; without
+          a key, numbers that forward assigns to attributes remain on a private copy of the module
+          between calls.
+        - ``flax.linen``: params is ``variables["params"]``; state contains all other collections,
+          each mutable. ``train`` is passed as the module's own argument: ``train``,
+          ``deterministic`` or ``use_running_average``. The key is split over ``rng_names``.
+        - ``flax.nnx``: params contains the ``nnx.Param``s; state contains the random streams and
+          all other variables. With a key, every stream gets its own key and state keeps its streams
           unchanged; without a key, the streams in state are used and advanced.
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
           the module's ``__call__`` takes it; the user must split it over a batch and provide the
-          ``axis_name`` that batch normalisation needs.
+          ``axis_name`` that batch normalization needs.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables
           to arrays; state maps the paths of all other variables, including the seeds of its random
           streams. ``train`` is passed as ``training``.
@@ -100,9 +101,9 @@ class Models(Operators):
 
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
-                in (scripted, sharded, lazy and not yet called); ``train`` cannot be passed on. From
-                apply: params or state has a missing or unexpected name, or an array in
-                params has a wrong shape; in JAX, randomness without a key.
+                in (scripted, sharded, lazy and not yet called); ``train`` is given, but the module
+                has no argument for it. From apply: params or state has a missing or unexpected
+                name, or an array in params has a wrong shape; in JAX, randomness without a key.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS
@@ -117,7 +118,7 @@ class Models(Operators):
 
 
 class _Apply(partial[Any]):
-    """A function of parameters and state."""
+    """The function of parameters and state that `make_functional` returns."""
 
     def __repr__(self) -> str:
         return "<apply, called with (params, state, *args, key=None, **kwargs)>"

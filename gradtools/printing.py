@@ -1,7 +1,7 @@
 """Formats texts and tables of reports for a terminal, and as HTML for a notebook.
 
-A report has one text, optionally with ANSI colours; `coloured` converts the escape sequences to
-HTML spans, so that a notebook shows the same text as a terminal. Mathematical characters that a
+A report has one text, optionally with ANSI colors; `coloured` converts the escape sequences to HTML
+spans, so that a notebook shows the same text as a terminal. Mathematical characters that a
 terminal's encoding (ASCII, cp1252) lacks are spelled out.
 """
 
@@ -66,7 +66,7 @@ _CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
 
 
 def coloured(text: str) -> str:
-    """Converts text with a terminal's colours to a block of HTML."""
+    """Converts text with ANSI colors to a block of HTML."""
     shown = html.escape(text, quote=False)
     shown = re.sub(r"\x1b\[0m", "</span>", shown)
     shown = re.sub(r"\x1b\[(\d+)m", lambda code: f'<span style="{_STYLES[code[1]]}">', shown)

@@ -1,4 +1,4 @@
-"""Checks a user-written rule, which gradtools installs and completes.
+"""Checks that a user-written custom rule is consistent.
 
 For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's output, and of maps
 
@@ -6,7 +6,8 @@ For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's out
 
 Structure, shapes and dtypes are always checked. A map that is transposed for the other mode must be
 linear: transposing silently drops a constant part. Linearity is checked once per signature. Rules
-derived from a rule share its results. `gradtools.testing.check_rule` checks the rest.
+that are derived from another rule share the results of its checks. `gradtools.testing.check_rule`
+runs more expensive checks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Aval:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """The checks of a user-written rule.
+    """Runs the checks of a user-written rule and stores which checks passed.
 
     Attributes:
         name: The rule's name for messages, such as "custom_rule sinh".
@@ -51,13 +52,13 @@ class Contract:
     def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
         """Runs a check unless it passed before under this key; returns False if undecided.
 
-        check: Raises if the rule is wrong; returns False if this cannot be decided yet.
+        check: Raises if the rule is wrong; returns False if the check is undecided yet.
         """
         if not self.checked or key in self.passed:
             return True
         if len(self.passed) >= _MOST:
             self.passed.clear()
-        self.passed.add(key)  # set before the check, since a rule may use itself
+        self.passed.add(key)  # added first, since a rule may call itself
         decided = False
         try:
             decided = check() is not False
@@ -78,10 +79,10 @@ class Contract:
         """Raises unless fwd's or the forward rule's output has f's structure and avals.
 
         who: "fwd" or "the forward rule".
-        came, avals: The structure and avals of its output.
+        came, avals: The structure and avals of the output of `who`.
         expected, wanted: The structure and avals of f's output.
         """
-        fix = "Its first result must be the function's own output at the same arguments."
+        fix = "The first result must be the function's own output at the same arguments."
         if not is_same(came, expected):
             raise self.refusal(
                 f"{who} returned an output of the structure {in_words(came)}, but the function "
@@ -99,9 +100,10 @@ class Primal:
     """An argument that `fwd` gets with `symbolic_zeros=True`.
 
     Attributes:
-        value: The array or number.
-        perturbed: Whether its derivative may be needed. If False, neither its cotangent nor its
-            residuals are needed (PyTorch's `needs_input_grad`, JAX's `perturbed`).
+        value: The argument, an array or number.
+        perturbed: Whether a derivative with respect to the argument may be needed. If False, the
+            rule may omit the argument's cotangent and residuals (PyTorch's `needs_input_grad`,
+            JAX's `perturbed`).
     """
 
     value: Any
@@ -113,8 +115,8 @@ class Primal:
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
-_LEAST = 2.0**-9  # a smaller factor would make 16-bit numbers subnormal
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; the factor of the tolerance
+_LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # Factors that sample rounding; tolerance factor.
 
 
 def is_linear(
@@ -124,7 +126,7 @@ def is_linear(
     gap: Callable[[Array, Array], float],
     slack: Callable[[Array], float],
 ) -> bool:
-    """Returns whether `run` preserves sums and multiples; also works for kernels without a jaxpr.
+    """Tests numerically whether `run` is linear; also works for kernels without a jaxpr.
 
     Floating-point sums and multiples agree up to rounding errors, which are as large as the terms
     that the map adds, and cannot be bounded by the results if these terms cancel. The vectors
@@ -133,7 +135,7 @@ def is_linear(
 
     v, w: Vectors whose entries have four binary digits.
     gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.
-    slack: The relative tolerance for an array if nothing cancels.
+    slack: The relative tolerance for an array without cancellation.
     """
     scaled = lambda factor, xs: [None if x is None else factor * x for x in xs]
     size = lambda y: 0.0 if y is None else gap(y, 0.0 * y)

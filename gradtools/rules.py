@@ -65,9 +65,9 @@ class Linearized:
         tangent_only: The number of last residuals that only the tangent map reads.
         example: For an evaluation of a batch, the maps of one example.
         written: The cotangent map as its author wrote it, if `cotangent` is itself a rule with a
-            forward mode. It reads the first residuals.
+            forward mode. The map reads the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
-            this is unknown.
+            unknown.
     """
 
     ys: list[Array]
@@ -101,23 +101,23 @@ class Rule:
         name: The name for messages.
         primal: `primal(*xs)` returns the list of outputs.
         tangent: `tangent(saved, dxs)` returns one tangent for each output. Entries of `dxs` and
-            of the result may be None, a symbolic zero. It must be linear in `dxs`.
+            of the result may be None, a symbolic zero. The tangent map must be linear in `dxs`.
         cotangent: `cotangent(saved, cts)` returns one cotangent for each input, in gradtools'
-            complex convention. Entries may be None, a symbolic zero.
-        saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these are
-            saved for the backward pass.
+            complex convention. Entries of `cts` and of the result may be None, a symbolic zero.
+        saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these inputs
+            and outputs are saved for the backward pass.
         linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
             inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
         user_functions: The functions that the rule's author wrote, which may close over tracers. If
-            it is empty, no map closes over tracers.
+            there are no user functions, no map closes over tracers.
         symbolic_zeros: The names of the maps ("tangent", "cotangent") that get None instead of
             zeros, even if the rule has a contract. With "cotangent", `linearize`
             gets a mask of the differentiated inputs.
-        contract: The checks that the author's maps must pass; such maps get arrays of zeros instead
-            of None. If None, the rule belongs to gradtools and is not checked.
+        contract: The checks that the author's maps must pass; with a contract, the maps get arrays
+            of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
         reaches: The differentiable paths from inputs to outputs. "identity": the outputs
             are the inputs unchanged, and graphs draw an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
@@ -163,7 +163,7 @@ class Rule:
 
     @property
     def origin(self) -> Any:
-        """An object shared by all rules derived from this rule, whose checks they share."""
+        """The object that this rule and all rules derived from it use for shared checks."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
@@ -183,7 +183,7 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """Returns the same as `at` for known outputs, if residuals are only inputs and outputs."""
+        """Implements `at` for known outputs; the residuals must be inputs and outputs only."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 
@@ -262,8 +262,8 @@ def captured_objects(
 def _references(x: Any, attributes: bool) -> list[Any]:
     """Returns the objects that x refers to: closure cells, contents, attributes.
 
-    For gradtools' own objects, returns only attributes that the user set; `__gradtools_holds__`
-    names them.
+    For gradtools' own objects, returns only attributes that the user set, which
+    `__gradtools_holds__` lists.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
     if names is not None:
@@ -302,22 +302,22 @@ def batched(
         backend: Provides `vmap_list` and `vmap_extras`.
         x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
             axis is summed over the batch.
-        saved_axes: The batch axes of the residuals; None if these are inputs and outputs only, or
-            if the rule is not linearized yet.
+        saved_axes: The batch axes of the residuals; None if all residuals are inputs and outputs,
+            or if the rule is not linearized yet.
         size: The batch size.
         more: The fields that a backend's subclass of `Rule` adds.
     """
     x_axes = tuple(x_axes)
 
     def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Any]:
-        """Vectorizes the maps of a rule or an evaluation whose residuals have these axes."""
+        """Vectorizes the maps of a rule or an evaluation; `axes` are the residuals' batch axes."""
         push, pull = one.tangent, one.cotangent
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return _mapped(push, backend, (saved, axes), (dxs, x_axes), size)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            own_axes = axes[: len(saved)]  # without the residuals of the tangent map
+            own_axes = axes[: len(saved)]  # omits residuals of the tangent map
             pulled = _mapped(pull, backend, (saved, own_axes), (cts, (0,) * len(cts)), size)
             return [
                 ct if ct is None or axis == 0 else ct.sum(0)
@@ -341,7 +341,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # `written` is for one example
+        linearized = replace(linearized, written=None)  # `written` maps one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 

@@ -1,11 +1,11 @@
-"""Computes sparse Jacobians and Hessians of a given pattern by colouring.
+"""Computes sparse Jacobians and Hessians with a given sparsity pattern by graph coloring.
 
 Columns that share no row (structurally orthogonal columns) are pushed as one tangent, rows that
 share no column are pulled as one cotangent, and each entry is read from the product in which it is
 the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974).
-NetworkX computes a greedy colouring. An entry that the pattern omits would be added to another
-entry. To detect this, the products of the Jacobian and of the result with a random vector are
-compared.
+NetworkX computes a greedy coloring. An entry that the pattern omits would be added to another
+entry. To detect omitted entries, the products of the Jacobian and of the result with a random
+vector are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 
 Csr = Any
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_EDGES = 2 * 10**7  # with more edges, every column gets its own colour
+_EDGES = 2 * 10**7  # with more edges, every column gets its own color
 
 
 def sparse_jacobian(
@@ -97,8 +97,9 @@ def _verified(
 ) -> Array:
     """Returns the values of the entries if the pattern omits no entry.
 
-    Their product with the random vector, the sum of `values * signs` at each place, is compared
-    with the true product. In a trace, where values cannot be read, wrong values become NaN instead.
+    The product of the sparse result with a random vector, the sum of `values * signs` at each of
+    `places`, is compared with the true product. In a trace, where values cannot be read, wrong
+    values become NaN instead.
 
     Raises:
         GradtoolsError: The products differ.
@@ -166,7 +167,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
     Args:
         caller: The operator's name, for errors.
         sparsity: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries
-            are the pattern. It has one column per input entry, or the Jacobian's shape.
+            are the pattern. The pattern has one column per input entry, or the Jacobian's shape.
         ins: The shape of f's argument.
 
     Raises:
@@ -217,7 +218,7 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
-    """Returns whether rows are pulled, and the colours of the rows or of the columns.
+    """Returns whether rows are pulled back, and the colors of the rows or of the columns.
 
     mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes the mode with fewer products,
         estimated from the largest number of entries in a row and in a column.
@@ -233,7 +234,7 @@ def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def _greedy(starts: bytes, indices: bytes, shape: tuple[int, int]) -> np.ndarray:
-    """Colours the columns of a CSR matrix so that columns of equal colour share no row."""
+    """Colors the columns of a CSR matrix so that columns of equal color share no row."""
     import networkx
 
     at = np.frombuffer(indices, np.int64), np.frombuffer(starts, np.int64)

@@ -20,7 +20,7 @@ class Transforms(Operators):
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """Maps f, a function of one example, over a batch axis.
 
-        This is the framework's own vmap: ``torch.func.vmap`` (whose random operations then differ
+        Uses the framework's vmap: ``torch.func.vmap`` (whose random operations then differ
         between examples) or ``jax.vmap``. In both frameworks, keyword arguments are
         mapped, as in ``jax.vmap``.
 
@@ -64,8 +64,8 @@ class Transforms(Operators):
     def checkpoint(self, f: F, verify: Verify = "first") -> F:
         """Recomputes the intermediate results of f in the backward pass.
 
-        This costs one more forward pass of f and saves the memory of its graph. PyTorch: f is
-        recomputed as one chunk of `chunked`: random generators and the buffers of modules are
+        Checkpointing costs one more forward pass of f and saves the memory of f's graph. PyTorch: f
+        is recomputed as one chunk of `chunked`: random generators and the buffers of modules are
         restored, so batch normalization updates its statistics once. f may capture computed
         tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
         ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
@@ -76,7 +76,7 @@ class Transforms(Operators):
                 `chunked`.
 
         Returns:
-            A function with the same value and derivatives.
+            A function with the same value and derivatives as f.
 
         Raises:
             GradtoolsError: f is not a function, or verify is unknown; (when differentiated) f
@@ -103,7 +103,7 @@ class Transforms(Operators):
             options: The framework's options, such as ``fullgraph=True`` or ``static_argnums=0``.
 
         Returns:
-            A function with the same value and derivatives.
+            A function with the same value and derivatives as f.
 
         Raises:
             GradtoolsError: f is not a function. Unknown options raise the framework's error.

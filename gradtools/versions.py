@@ -6,7 +6,7 @@ import re
 SUPPORTED = {"torch": ("2.8", "2.16"), "jax": ("0.7.2", "0.13")}
 """Maps each framework to the oldest supported and the first unsupported newer version.
 
-The extras of pyproject.toml require the same; `tests/house/test_versions.py` compares them.
+The extras in pyproject.toml require the same ranges, as `tests/house/test_versions.py` checks.
 """
 
 ANY_VERSION = "GRADTOOLS_ANY_VERSION"
@@ -18,10 +18,10 @@ def check_version(package: str, version: str) -> None:
 
     Args:
         package: The framework's name, ``"torch"`` or ``"jax"``.
-        version: Its ``__version__``, for example ``"2.13.0+cpu"``.
+        version: The framework's ``__version__``, for example ``"2.13.0+cpu"``.
 
     Raises:
-        ImportError: The version is not supported. The message names the range.
+        ImportError: The version is not supported. The message names the supported range.
     """
     oldest, too_new = SUPPORTED[package]
     if _release(oldest) <= _release(version) < _release(too_new) or os.environ.get(ANY_VERSION):

@@ -17,22 +17,22 @@ from gradtools.errors import GradtoolsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A leaf of an argument."""
+    """A leaf of an argument, and the axis on which the leaf is split."""
 
-    value: Any  # an array or any other object
-    axis: Any  # the axis on which it is split; None if it is shared
+    value: Any  # An array or any other object.
+    axis: Any  # The axis on which the leaf is split; None if it is shared.
     is_array: bool
-    place: int  # its index among the argument's leaves
+    place: int  # The leaf's index in the argument.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatArgument:
-    """The leaves of an argument."""
+    """An argument with its leaves and tree structure."""
 
     argument: Argument
-    treedef: Any  # its structure; None if it is one array
+    treedef: Any  # the argument's tree structure; None for a single array
     leaves: list[Leaf]
-    is_list: bool  # whether it is a list of examples; each chunk gets a slice
+    is_list: bool  # whether the argument is a list of examples; each chunk gets a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
@@ -72,7 +72,7 @@ class Batch:
 
     @property
     def keywords(self) -> list[str]:
-        """The names of the last arguments."""
+        """The names of the keyword arguments, which follow the positional arguments."""
         keys = [flat.argument.key for flat in self.arguments]
         return [key for key in keys if isinstance(key, str)]
 
@@ -157,7 +157,7 @@ class Batch:
 
     def _size(self, flat: FlatArgument, leaf: Leaf, axis: Any) -> int:
         name = partial(self._name_of, flat, leaf)
-        share = "Set its entry of in_axes to None to share it."
+        share = "Set the argument's entry of in_axes to None to share the argument."
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise GradtoolsError(
                 f"{self.caller}: the entry of in_axes for {name()} is {axis!r}; expected an "

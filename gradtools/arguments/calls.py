@@ -2,7 +2,7 @@
 
 Derivative operators take arguments that are pytrees; backends take lists of arrays. A `Call`
 converts between them: it flattens the differentiated arguments, names each leaf by its argument and
-path, and unflattens results. It also validates the user's arguments.
+path, and unflattens results. `Call` also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
-NOT_NAMED = "pass it in an argument that is not in argnums"
+NOT_NAMED = "pass the value in an argument that is not in argnums"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
@@ -28,10 +28,10 @@ Attach = Callable[..., Any]
 class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    returns_output = True  # whether the operator returns f's output, detached
+    returns_output = True  # Whether the operator returns f's output, detached.
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
-    own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
+    own: frozenset[int] = frozenset()  # The ids of a module's parameters among the leaves.
     # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
     # the graph of the evaluation need not be kept.
     is_deferred: Callable[[], bool] = staticmethod(bool)
@@ -50,7 +50,7 @@ class Call:
         keeps_exact: bool = False,
     ) -> None:
         self.backend, self.caller = backend, caller
-        self.names = names  # the arguments' names in messages; by default "argument 0" and so on
+        self.names = names  # Names in messages; by default "argument 0" and so on.
         # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
@@ -108,7 +108,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Sets the call to differentiate parameters that `opened` found in modules."""
+        """Makes the call differentiate the module parameters that `opened` collected."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -129,7 +129,7 @@ class Call:
     def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
         """Returns a copy for pullbacks: names, structures, shapes and dtypes without arrays.
 
-        out: f's output, for its paths.
+        out: f's output, for leaf paths in messages.
         """
         bare = copy(self)
         bare.leaves, bare._exact = [aval(x) for x in self.leaves], self.exact_tangents
@@ -140,7 +140,7 @@ class Call:
 
     @property
     def exact_tangents(self) -> dict[int, Any]:
-        """The tangents of the integers among the leaves."""
+        """The tangents of the integer leaves."""
         return {k: self.backend.no_tangent(x) for k, x in self._exact.items()}
 
     # --- the function of flat arrays
@@ -202,7 +202,7 @@ class Call:
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """Flattens one tree per differentiated argument, and checks the leaves.
 
-        what: A word for the trees in messages. For "tangent", messages name the trees "tangent 0"
+        what: The name of the trees in messages. For "tangent", messages name the trees "tangent 0"
             and so on; if the arguments have names, `what` is the name of the single tree.
         """
         own = self.names[0] if self.names else "argument"
@@ -299,9 +299,9 @@ class Call:
             return out
         output = self.output(outs, extras)[0]
         came = describe(self.backend, output)
-        fix = "Reduce it, for instance with .sum() or .mean()"
+        fix = "Reduce the output, for instance with .sum() or .mean()"
         if out is not None and self._kinds[0] == "complex":
-            fix = "Take its real part, or a norm"
+            fix = "Take the real part, or a norm"
         elif single and not outs:
             fix = "Return a floating number: a cast to integer or boolean has no derivative"
         if not single and self.takes_aux:
@@ -330,7 +330,7 @@ def call_of_primals(
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
     argnums = tuple(range(len(primals)))
-    fix = "let f close over it"
+    fix = "let f close over the value"
     return Call(backend, caller, f, primals, {}, argnums, has_aux, fix, names, keeps_exact)
 
 

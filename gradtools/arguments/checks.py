@@ -143,7 +143,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
 ) -> Array:
-    """Converts x to a framework array on `device_of`'s device; raises an error that names it."""
+    """Converts x to a framework array on `device_of`'s device; raises an error that names x."""
     if backend.is_array(x):
         return x
     backend.check_array(x, name)
@@ -161,11 +161,11 @@ def as_array(
 def differentiable_leaf(
     backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str
 ) -> Array:
-    """Returns the leaf as a differentiable array; raises an error that names it.
+    """Returns the leaf as a differentiable array; otherwise raises an error that names the leaf.
 
-    elsewhere: Advice at the end of the message.
+    elsewhere: The advice at the end of an error message.
     """
-    came, fix = "", "Cast it"
+    came, fix = "", "Cast the value"
     if isinstance(leaf, bool | int):
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
@@ -175,7 +175,7 @@ def differentiable_leaf(
             raise error
         else:
             came = f"an object of type {type(leaf).__name__}"
-            fix = "Pass its arrays in a list or a dictionary"
+            fix = "Pass the object's arrays in a list or a dictionary"
             if found := kind_of_module(leaf):
                 kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
                 if isinstance(leaf, type):
@@ -219,7 +219,7 @@ def matching(
         name, like_name = names()
         raise GradtoolsError(
             f"{caller}: {name} has shape {came[0]} and dtype {came[1]}; expected {wanted[0]} and "
-            f"{wanted[1]}, like {like_name}. Reshape or cast it."
+            f"{wanted[1]}, like {like_name}. Reshape or cast the array."
         )
     return x
 
@@ -227,7 +227,7 @@ def matching(
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
-    """Raises unless `given` is a dictionary whose keys are these names."""
+    """Raises unless `given` is a dictionary whose keys are the given names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
             f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "

@@ -34,13 +34,13 @@ class Outputs:
         # or if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
-        self._treedef: Any = _UNKNOWN  # None if the output is one array
-        self._constants: dict[int, Any] = {}  # leaves that are not arrays
-        self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's slices of a list
+        self._treedef: Any = _UNKNOWN  # None if the output is a single array.
+        self._constants: dict[int, Any] = {}  # The leaves that are not arrays.
+        self._rests: list[list[int]] = []  # The first chunk's shapes without the joined axes.
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
 
     def same_as(self, number: int, others: range) -> None:
-        """Copies list slices of chunk `number` to `others`, the chunks that it represents."""
+        """Copies the list items of chunk `number` to the equal chunks `others`."""
         for other in others:
             self._lists[other] = self._lists[number]
 
@@ -84,7 +84,7 @@ class Outputs:
         return arrays
 
     def _check_rows(self, leaf: Array, out: Any, k: int, place: int, number: int) -> None:
-        """Raises unless the array at this index has one entry for each example."""
+        """Raises unless the array at the given index has one entry for each example."""
         assert self.axes is not None
         axis, shape, size = self.axes[place], list(leaf.shape), self.cut.sizes[number]
         path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""

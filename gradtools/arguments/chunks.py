@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # compare in every backward pass; None: in the first
+    verify: bool | None = None  # compare in every backward pass; None: only in the first pass
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -86,7 +86,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the batch in chunks of at most this size (less for a symbolic batch)."""
+        """Returns the batch in chunks of at most `chunk_size` rows (less for a symbolic batch)."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -104,20 +104,20 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """One call of a chunked function as plain data, which a backend runs."""
+    """The data of one call of a chunked function; a backend evaluates the call."""
 
     caller: str
-    call: ChunkFunction  # f on one chunk
-    outputs: Outputs  # the structure, axes and constants of f's output, filled in as `call` runs
-    cut: Partition  # the rows of each chunk
+    call: ChunkFunction  # Calls f on one chunk.
+    outputs: Outputs  # Structure, axes and constants of f's output, set by `call`.
+    cut: Partition  # The rows of each chunk.
     options: ChunkOptions
-    splits: list[tuple[Any, int]]  # `(leaf, axis)` of every array that is split
-    lists: list[list[Any]]  # for each chunk, the leaves of its slices of lists
-    shared: list[Any]  # the leaves that all chunks share, arrays or not
-    carry: list[Any]  # the leaves of the initial carry
-    carry_names: list[str]  # their names, for messages
-    arguments: tuple[Any, ...]  # the values of f's arguments
-    recut: Callable[[Partition], Chunks]  # makes the same call with other chunks
+    splits: list[tuple[Any, int]]  # The pair `(leaf, axis)` of every array that is split.
+    lists: list[list[Any]]  # For each chunk, the leaves of its slices of lists.
+    shared: list[Any]  # The leaves that all chunks share, arrays or not.
+    carry: list[Any]  # The leaves of the initial carry.
+    carry_names: list[str]  # The names of the carry leaves, for messages.
+    arguments: tuple[Any, ...]  # The values of f's arguments.
+    recut: Callable[[Partition], Chunks]  # Represents the same call with other chunks.
 
     @classmethod
     def of(
@@ -148,7 +148,7 @@ class Chunks:
             if holds and all(kind == _SHARED for kind, _ in places):
                 containers.append(i)
         plans, lists = list[list[ArgumentPlan]](), list[list[Any]]()
-        for rows in cut.rows:  # each chunk's slices of lists follow its other pieces
+        for rows in cut.rows:  # slices of lists follow the pieces of arrays
             own, of_lists = list(plan), list[Any]()
             for i, flat in enumerate(every):
                 if flat.is_list:
@@ -185,8 +185,8 @@ _PIECES, _SHARED, _CARRY = range(3)
 class ArgumentPlan(NamedTuple):
     """The information that is needed to rebuild an argument from a chunk's leaves."""
 
-    treedef: Any  # its structure; None if it is one array
-    places: list[tuple[int, int]]  # each leaf's list (_PIECES, _SHARED or _CARRY) and index there
+    treedef: Any  # The argument's structure; None for a single array.
+    places: list[tuple[int, int]]  # The kind (_PIECES, _SHARED, _CARRY) and index of each leaf.
 
 
 # --- one chunk -----------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ class ChunkFunction:
 
     backend: Backend
     f: Callable[..., Any]
-    keywords: list[str]  # the names of the last arguments
-    plans: list[list[ArgumentPlan]]  # for each chunk, the plan to rebuild its arguments
-    keys: tuple[int, ...]  # the arguments that are random keys
-    containers: list[int]  # the arguments that are containers shared by all chunks
-    carry_def: Any  # the structure of the carry; None if there is none
+    keywords: list[str]  # The names of the keyword arguments, which come last.
+    plans: list[list[ArgumentPlan]]  # For each chunk, the plan to rebuild its arguments.
+    keys: tuple[int, ...]  # The arguments that are random keys.
+    containers: list[int]  # The arguments that are containers shared by all chunks.
+    carry_def: Any  # The structure of the carry; None without a carry.
     outputs: Outputs
     place: ChunkedCall  # the call's position among `retain_gradient` marks
 
@@ -253,7 +253,7 @@ class ChunkFunction:
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if not is_same(of_now, treedef) or not all(map(is_, now, before)):
-                # f's own container is a copy that no other code can access.
+                # The container that f changed is a copy that no other code can access.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
                     "but it receives a copy. Return the new contents, or store them in an "
@@ -263,12 +263,15 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once per function about batch norm of chunks. what: The first words of the warning."""
+    """Warns once per function that batch normalization uses the statistics of a chunk.
+
+    what: The words of the warning before "a batch normalization".
+    """
     warn_once(
         ("batch norm", f),
-        f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "
-        "own statistics, as the plain loop over chunks does, so the result differs from "
-        "the full batch's. Use evaluation mode, or a normalization of single examples.",
+        f"{what} a batch normalization in training mode. Each chunk is normalized by the chunk's "
+        "own statistics, as in the plain loop over chunks, so the result differs from the result "
+        "on the full batch. Use evaluation mode, or a normalization of single examples.",
     )
 
 

@@ -18,13 +18,13 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Argument(NamedTuple):
-    """An argument of a call."""
+    """A positional or keyword argument of a call, with its batch axes."""
 
-    key: int | str  # its position, or its keyword
+    key: int | str  # The argument's position or keyword.
     value: Any
-    axes: Any = None  # the axis on which it is split, None if it is shared, or a tree of axes
-    named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # a name for messages, if it is not an argument of f
+    axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
+    named: bool = False  # Whether the user gave the axes explicitly.
+    label: str | None = None  # A name for messages, if not an argument of f.
 
     @property
     def name(self) -> str:
@@ -43,8 +43,8 @@ def arguments_of_call(
 ) -> list[Argument]:
     """Lists the positional arguments, then the keyword arguments, each with its axes.
 
-    shared: Positions of arguments that are shared unless in_axes names them. If given, in_axes may
-        be None.
+    shared: Positions of arguments that are shared unless in_axes names them. If `shared` is given,
+        in_axes may be None.
     """
     arguments = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
     arguments += [Argument(key, x, 0) for key, x in kwargs.items()]
@@ -91,7 +91,7 @@ def _named(
             raise GradtoolsError(
                 f"{caller}: in_axes names {name!r}, which is neither a parameter of "
                 f"{getattr(f, '__name__', type(f).__name__)} nor a keyword of this call. "
-                f"{f'Its parameters are {listed}' if known else 'It has no named parameters'}; "
+                f"{f'The parameters are {listed}' if known else 'f has no named parameters'}; "
                 "name one of them, or pass the argument by keyword."
             )
     return {keys[name]: axes for name, axes in in_axes.items() if name in keys}

@@ -15,9 +15,9 @@ from gradtools.errors import TypeRefusal
 
 _STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
 _WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
-_NESTS = "leave it out; derivatives nest, and in PyTorch results have a graph if inputs do"
+_NESTS = "omit the keyword; derivatives nest, and in PyTorch results have a graph if inputs do"
 _COMPLEX = (
-    "leave it out; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
+    "omit the keyword; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
 )
 _RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes group= and axis_name="
 _HINTS: dict[str, str | dict[str, str]] = {
@@ -30,25 +30,25 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "holomorphic": _COMPLEX,
     "allow_int": "leave integer arguments out of argnums",
     "create_graph": _NESTS,
-    "retain_graph": "leave it out; the pullback of vjp may be called many times",
+    "retain_graph": "omit the keyword; the pullback of vjp may be called many times",
     "allow_unused": 'write disconnected_inputs="zeros"',
     "materialize_grads": 'write disconnected_inputs="zeros"',
-    "vectorize": "leave it out; chunk_size= limits the passes that run at once",
+    "vectorize": "omit the keyword; chunk_size= limits the passes that run at once",
     "strict": 'grad and value_and_grad take disconnected_inputs="strict"',
     "in_dims": "write in_axes=",
     "out_dims": "write out_axes=",
-    "randomness": "leave it out; each example draws its own numbers",
+    "randomness": "omit the keyword; each example draws its own numbers",
     "policy": f"{_WHOLE}, or use jax.checkpoint(f, policy=...), which composes with gradtools",
     "prevent_cse": _WHOLE,
-    "use_reentrant": f"leave it out; {_WHOLE}",
+    "use_reentrant": f"omit the keyword; {_WHOLE}",
     "concrete": _WHOLE,
     "batch_size": "write chunk_size=",
     "chunks": "write chunk_size=, the number of examples in a chunk",
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
-    "verify": "leave it out; nothing is recomputed",
+    "verify": "omit the keyword; nothing is recomputed",
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
-    "vmap_method": "write vectorized=True, or leave it out for one call for each example",
+    "vmap_method": "write vectorized=True, or omit the keyword to call the kernel once per example",
 }
 
 
@@ -60,7 +60,7 @@ def passed_on(error: Exception) -> str:
 
 
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
-    """Returns a better error for a call that does not match an operator's signature.
+    """Returns an error that explains how a call differs from an operator's signature.
 
     Python's message names the operator's private class, but not its parameters. Returns None if the
     error was raised inside the call.

@@ -27,7 +27,7 @@ class Mark:
         treedef: The structure of the marked value.
         places: The indices of the floating and complex leaves of the value.
         size: The number of leaves of the value.
-        loops: The number of leading axes of its arrays, one for each traced loop around it.
+        loops: The number of leading axes of the mark's arrays, one for each enclosing traced loop.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Mark:
 
 
 class MarkedValues:
-    """The marks of one evaluation, in order, and their arrays."""
+    """The marks of one evaluation of f and their arrays, in order of evaluation."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by place
 
     @property
     def marks(self) -> list[Mark]:
-        """All marks, in order."""
+        """All marks, in order of evaluation."""
         return [mark for mark, _ in self._found.values()]
 
     @property
@@ -68,11 +68,11 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """The current position of this thread. Class attributes are the fastest to read."""
+    """The current thread's position among the marks of f; class attributes are the defaults."""
 
-    tape: MarkedValues | None = None  # the marks of the `retained_gradients` call that evaluates f
-    place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
-    count = 0  # number of marks and chunked calls so far in the same chunk
+    tape: MarkedValues | None = None  # The marks of the current `retained_gradients` call.
+    place: tuple[int, ...] = ()  # The indices of the enclosing chunked calls and chunks.
+    count = 0  # The number of marks and chunked calls so far in the same chunk.
 
     def next_index(self) -> int:
         self.count += 1
@@ -93,15 +93,15 @@ _NOTHING = nullcontext()
 
 
 class ChunkedCall:
-    """The place of a chunked call among the marks; `at(i)` is a context for its chunk i."""
+    """The position of a chunked call among the marks; `at(i)` is a context for its chunk i."""
 
     def __init__(self, caller: str) -> None:
-        # A rule differentiates a frozen function, so its marks have no gradient.
+        # A custom rule differentiates a frozen function, so marks inside it have no gradient.
         self._tape = None if caller == "frozen" else here.tape
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
-        """Returns a context for the evaluation of f at the chunk."""
+        """Returns a context manager for the evaluation of f on chunk `number`."""
         if self._tape is here.tape is None:
             return _NOTHING
         return here.moved(self._tape, (*self._place, number))

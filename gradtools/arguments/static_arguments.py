@@ -31,12 +31,12 @@ def _signature(fun: Any) -> inspect.Signature | None:
 class Parameters:
     """Splits a call's arguments into static and dynamic arguments, in the signature's order."""
 
-    # The function's signature; None if it has none or takes only *args.
+    # The function's signature; None if unknown, or if the function takes only *args.
     signature: inspect.Signature | None
-    names: tuple[str, ...]  # the parameters
-    static: tuple[bool, ...]  # which parameters are static
-    keyword_only: tuple[bool, ...]  # which parameters are keyword-only
-    star: str | None = None  # the name of *args, which precede the keyword-only arguments
+    names: tuple[str, ...]  # The names of the parameters.
+    static: tuple[bool, ...]  # Which parameters are static.
+    keyword_only: tuple[bool, ...]  # Which parameters are keyword-only.
+    star: str | None = None  # The name of *args, which precede the keyword-only arguments.
 
     @classmethod
     def positional(cls, fun: Any) -> Parameters:

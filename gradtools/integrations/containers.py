@@ -1,13 +1,13 @@
 """Treats user-defined dicts and dataclasses as pytrees, without registering them.
 
-A tokeniser's BatchEncoding is a `UserDict`, and a model's output is often a dataclass. These
+A tokenizer's BatchEncoding is a `UserDict`, and a model's output is often a dataclass. These
 classes are not registered as pytrees, so a framework treats their instances as single leaves. A
 backend's `flatten` opens such leaves: the arrays in them become leaves of the tree, and the
 structure records how to rebuild the container. A container without arrays, such as a configuration,
 remains a leaf, and so does a callable container.
 
-All operators flatten their arguments here, so an array of the other framework is rejected here. A
-framework would treat the array as a constant, so an edit or a derivative would have no effect.
+All operators flatten their arguments with this module, which rejects arrays of the other framework.
+PyTorch and JAX treat foreign arrays as constants, so an edit or a derivative would have no effect.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OpenedTree:
 
     Attributes:
         treedef: The framework's own structure.
-        nodes: The containers, with their positions among its leaves.
+        nodes: The containers, with their positions among the leaves of `treedef`.
     """
 
     treedef: Any
@@ -63,7 +63,7 @@ class OpenedTree:
         return self.treedef.num_leaves - len(self.nodes) + inner
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Returns the subtrees of `tree` at this tree's leaves."""
+        """Returns the subtrees of `tree` at the positions of this structure's leaves."""
         nodes, result = dict(self.nodes), list[Any]()
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             if (node := nodes.get(place)) is None:

@@ -23,11 +23,11 @@ from gradtools.jax.modules import fresh, no_key
 
 
 class GradientReversal(eqx.Module):
-    """Returns its input; multiplies the gradient by ``-scale``.
+    """A layer that returns its input and multiplies the gradient by ``-scale``.
 
     Attributes:
         scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit,
-            pass it in the call.
+            pass ``scale`` in the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -48,7 +48,7 @@ class GradientReversal(eqx.Module):
 
 
 class Transformed(eqx.Module):
-    """A module whose call is `make(module)`.
+    """A module whose ``__call__`` evaluates `make(module)`.
 
     Comparison is by identity, so the module can be jitted like a function.
     """

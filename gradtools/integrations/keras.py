@@ -72,8 +72,8 @@ def make_functional(
         )
     if not module.built:
         raise GradtoolsError(
-            f"make_functional: {type(module).__name__} has no variables yet. First call it on an "
-            "example, or call build(input_shape)."
+            f"make_functional: {type(module).__name__} has no variables yet. First call the model "
+            "on an example, or call build(input_shape)."
         )
     free, rest = _by_path(module.trainable_variables), _by_path(module.non_trainable_variables)
     params = {path: framework.alias(v.value) for path, v in free.items()}

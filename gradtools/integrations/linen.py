@@ -20,10 +20,11 @@ from gradtools.jax.modules import keys, mode_of, no_key
 
 
 class GradientReversal(linen.Module):
-    """Returns its input; multiplies the gradient by ``-scale``.
+    """A layer that returns its input and multiplies the gradient by ``-scale``.
 
     Attributes:
-        scale: A real number; it is not a parameter. For a schedule under jit, pass it in the call.
+        scale: A real number; it is not a parameter. For a schedule under jit, pass ``scale`` in the
+            call.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,6 +1,6 @@
 """flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
 
-A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalisation
+A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalization
 updates its statistics. flax forbids this inside of a trace to which the module does not belong,
 such as the body of a scan. The body therefore works on a copy of the module: its parameters are
 constants of the body, and its other state is a carry of the loop, which is not differentiated. The
@@ -35,10 +35,11 @@ from gradtools.jax.modules import fresh, keys
 
 
 class GradientReversal(nnx.Module):
-    """Returns its input; multiplies the gradient by ``-scale``.
+    """A layer that returns its input and multiplies the gradient by ``-scale``.
 
     Args:
-        scale: A real number; it is not a parameter. For a schedule under jit, pass it in the call.
+        scale: A real number; it is not a parameter. For a schedule under jit, pass ``scale`` in the
+            call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,7 +58,7 @@ class GradientReversal(nnx.Module):
 
 
 class Transformed(nnx.Module):
-    """A module whose call is `make(module)`."""
+    """A module whose ``__call__`` evaluates `make(module)`."""
 
     def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
         self.module, self.make = module, make
@@ -134,13 +135,13 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
 
 
 class Stateful:
-    """f with the state of its modules as flat arrays, before and after a call.
+    """A function f, with the state of its modules as flat arrays before and after a call.
 
     Attributes:
         leaves: The current state of the user's modules.
         now: The state from which the next call starts.
         after: The state after the latest call.
-        changed: Whether any call has changed each leaf.
+        changed: For each leaf, whether any call has changed the leaf.
     """
 
     def __init__(self, caller: str, f: Any, own: list[Any], given: list[Any]) -> None:

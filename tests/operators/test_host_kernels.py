@@ -155,7 +155,7 @@ WRONG = {
         ArraySpec((), "int64"),
         "the Python float 1.0; expected shape",
     ),
-    "too many": (lambda x: (x, x), None, "it returned the structure"),
+    "too many": (lambda x: (x, x), None, "the kernel returned the structure"),
     "its path": (lambda x: {"a": x, "b": x[0]}, lambda x: {"a": x, "b": x}, r"result\['b'\] has s"),
 }
 

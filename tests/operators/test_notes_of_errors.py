@@ -46,7 +46,7 @@ def test_mixed_partial_says_how_its_functions_are_called(gt):
 
 def test_a_kernel_that_writes_its_argument_hears_that_it_is_read_only(gt):
     kernel = gt.host_function(lambda x: (x.sort(), x)[1])
-    assert "its arrays are read-only; copy them" in notes(lambda: kernel(gt.asarray(np.ones(3))))
+    assert "the arguments are read-only; copy them" in notes(lambda: kernel(gt.asarray(np.ones(3))))
 
 
 def test_aux_of_each_example_is_refused_where_the_last_chunk_is_short(gt):

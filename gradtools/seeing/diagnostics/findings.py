@@ -10,14 +10,15 @@ from gradtools.code_origin import Source
 
 @dataclass(frozen=True)
 class FindingKind:
-    """A kind of loss.
+    """A kind of lost gradient, such as "detached".
 
     Attributes:
-        reason: The reason, as a clause.
-        fix: The suggested change to the code.
-        numerical: Whether the loss depends on the values: other values may have a gradient.
-        headline: The titles for one leaf and for several, if not "gets no gradient".
-        has_place: Whether the finding has a line in the program.
+        reason: The reason for the lost gradient, as a clause without a period.
+        fix: The suggested change to the user's code.
+        numerical: Whether the gradient is lost only at the given values of the inputs.
+        headline: The report's titles for one leaf and for several leaves; None for "gets no
+            gradient".
+        has_place: Whether the report prints the source line of the finding.
     """
 
     reason: str
@@ -123,7 +124,7 @@ KINDS: dict[str, FindingKind] = {
     ),
 }
 
-# Fixes for specific functions of PyTorch, by kind and operation.
+# Fixes for specific PyTorch functions, keyed by the kind of finding and the operation.
 _FIXES = {
     ("no_grad", "sample"): (
         "Distribution.sample draws under no_grad: use rsample, which is reparametrized, or the "
@@ -147,17 +148,17 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A place at which a gradient is lost.
+    """An operation at which the gradient of one leaf is lost.
 
     Attributes:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
-        operation: The framework's name of the operation.
+        operation: The framework's name of the operation, such as "detach".
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
-        scope: The modules that contain the operation, outermost first.
-        whole: Whether the whole gradient is lost, or only one term.
-        detail: Additional text: the framework's own message, or a name.
+        scope: The names of the modules that contain the operation, outermost first.
+        whole: Whether the whole gradient of the leaf is lost; if false, only one term is.
+        detail: Additional text for the report, such as the framework's own error message.
     """
 
     argument: str
@@ -170,16 +171,16 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """The reason for the loss."""
+        """Returns the reason why the gradient is lost."""
         return KINDS[self.kind].reason
 
     @property
     def fix(self) -> str:
-        """The suggested change."""
+        """Returns the suggested change to the user's code."""
         operation = self.operation.partition(",")[0]
         return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 
     @property
     def numerical(self) -> bool:
-        """Whether the loss depends on the values: another point may have a gradient."""
+        """Returns whether the gradient is lost only at the given values of the inputs."""
         return KINDS[self.kind].numerical

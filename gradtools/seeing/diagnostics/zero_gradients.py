@@ -1,4 +1,4 @@
-"""The public operator `why_zero`."""
+"""Public operator `why_zero`, which reports where gradients are lost."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class SeeingOperators(Operators):
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
         Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
-        gradient at these values, with the operations at which this happens; a scalar summand of the
-        loss whose data left the framework or became discrete (``.item()``, a comparison, an
-        argmax); an edit of gradtools through which no gradient reaches any leaf. Each finding has
-        a line, a kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient`
-        or `no_grad` is reported as a note. Stops inside of an array that is otherwise
-        differentiated (straight-through estimators, targets, masks, normalizing constants) are not
-        reported. f may run several times; its changes to random streams, buffers and modules are
-        undone.
+        gradient at these values, with the operations that cause it; a scalar summand of the loss
+        whose data left the framework or became discrete (``.item()``, a comparison, an argmax); a
+        gradient edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding
+        has a line, a kind and a fix. A summand that is stopped as a whole by `detach`,
+        `stop_gradient` or `no_grad` is reported as a note. A stopped part of an array that is
+        otherwise differentiated (straight-through estimators, targets, masks, normalizing
+        constants) is not reported. f may run several times; its changes to random streams, buffers
+        and modules are undone.
 
         For training, pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. The parameters are then examined instead of the arguments: parameters
@@ -54,9 +54,9 @@ class SeeingOperators(Operators):
                 floating or complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
                 model that f captures, or a pytree of parameters.
-            optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters of f or the argument are
-                examined: ``why_zero(loss, params, optimizer=opt)``.
+            optimizer: PyTorch: an optimizer or a list of optimizers. JAX: an optax gradient
+                transformation or an `nnx.Optimizer`. Without `model`, the parameters of f or the
+                argument are examined: ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -118,7 +118,7 @@ class SeeingOperators(Operators):
 
 
 def _takes_nothing(f: Any) -> bool:
-    """Returns whether a function has no parameters."""
+    """Returns whether the signature of f has no parameters."""
     try:
         return not signature(f).parameters
     except (TypeError, ValueError):  # a builtin may lack a signature

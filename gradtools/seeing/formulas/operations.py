@@ -251,7 +251,7 @@ def _write_part(w: Writer, y: Expr) -> Written:
     at = ", ".join(pieces)
     if y.op == "slice":
         return Written(f"{w.operand(x).at(ts.ATOM).text}[{at}]")
-    w.note("into[...](x): zeros with x at these places")
+    w.note("into[...](x): an array of zeros with x at these indices")
     return Written(f"into[{at}]({w.operand(x).text})")
 
 

@@ -42,7 +42,7 @@ class Framework:
 
     def __init__(self, backend: Backend, caller: str) -> None:
         if backend.name not in ("torch", "jax"):
-            raise GradtoolsError(f"{caller}: the backend {backend.name!r} does not support it.")
+            raise GradtoolsError(f"{caller}: not supported by the backend {backend.name!r}.")
         self._package = f"gradtools.seeing.{backend.name}"
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +115,7 @@ class LeafProgram:
         if any(map(self.backend.is_traced, self.leaves)):
             raise GradtoolsError(
                 f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
-                "no values. Call it outside, on the function itself."
+                "no values. Call the operator outside of the transform."
             )
         return self
 

@@ -209,7 +209,7 @@ def _in_passes(
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # second gradients without a gradient's cotangent are always zero
+    ends = [  # omit second gradients that are always zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -238,7 +238,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
     readers: dict[int, int] = {}
     for i in reversed(range(len(result))):
         node = graph.nodes[i]
-        if all(v in graph.captured for v in node.inputs):  # assign it to its first reader
+        if all(v in graph.captured for v in node.inputs):  # assign a constant to its first reader
             result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
         for v in node.inputs:
             readers[v] = min(result[i], readers.get(v, SECOND))
@@ -311,14 +311,14 @@ def _reported(node: Node, origin: Node) -> Node:
 
 
 def _seeds(avals: Sequence[Any]) -> list[Any]:
-    """Returns the outputs' cotangents: 1 for a single scalar, random otherwise."""
+    """Returns the cotangents of the outputs: 1 for a single scalar, otherwise random arrays."""
     rng = np.random.default_rng(0)
     if len(avals) == 1 and avals[0].size == 1:
         return [jnp.ones(avals[0].shape, avals[0].dtype)]
     return [jnp.asarray(rng.uniform(0.5, 1.5, a.shape), a.dtype) for a in avals]
 
 
-Known = tuple[Any, int]  # an array and its number
+Known = tuple[Any, int]  # an array and its index
 Nodes = Sequence[Node]
 
 
@@ -326,17 +326,17 @@ class _Tape(Unrolling[Known, Node, Nodes]):
     """Evaluates a jaxpr and records a step for each node of its graph.
 
     Attributes:
-        steps: The operations so far.
-        sizes: The greatest modulus of each array, by number, as in `PassesAtValues`.
+        steps: The steps of the operations that have been evaluated.
+        sizes: Maps the index of each array to its largest absolute value, as in `PassesAtValues`.
     """
 
     def __init__(self) -> None:
         self.steps: list[PassStep] = []
         self.sizes: dict[int, float | None] = {}
-        self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
+        self._held: dict[int, int] = {}  # index of the contents of each mutable reference
 
     def new(self, x: Any) -> Known:
-        """Numbers an array; for a mutable reference, its contents are examined."""
+        """Assigns an index to an array, or to the contents of a mutable reference."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size
@@ -344,7 +344,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
         return x, number
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Known]) -> list[Known]:
-        """Returns the outputs of a closed jaxpr."""
+        """Evaluates a closed jaxpr and returns the outputs."""
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
         consts = [self.new(jax.new_ref(x[...]) if is_ref(var) else x) for var, x in pairs]
         return self.evaluated(closed.jaxpr, [*consts, *args], graph.nodes)
@@ -366,7 +366,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # may differ: a derived jaxpr
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # a derived jaxpr may differ
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

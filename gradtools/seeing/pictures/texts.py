@@ -16,7 +16,7 @@ from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
-_FIT = 90  # maximum number of operations in expanded blocks
+_FIT = 90  # maximum number of drawn operations and collapsed blocks
 _WIDEST = 56  # maximum width of the column of assignments, in characters
 
 

@@ -1,4 +1,4 @@
-"""`why_zero` finds where a gradient is lost, and suggests a fix.
+"""`why_zero` finds operations at which a gradient is lost, and suggests fixes.
 
 A lost gradient raises no error, and training continues without it. The report contains:
 
@@ -12,7 +12,7 @@ e. gradient edits, such as `clip_gradient`, that pass no gradient to any leaf.
 A `detach` or `stop_gradient` on one part of a tensor is not reported if other parts are
 differentiated. `gradient_losses.py` finds (a), (b) and (e) in the graph of one recorded run;
 `gradients_at_values.py` finds (a) and (c) in the forward and backward passes at the given values.
-`findings.py` defines the kinds of losses.
+`findings.py` defines the kinds of lost gradients.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def diagnosed(
     Args:
         program: The function and its leaves.
         recording: The recorded run of `program`.
-        examined: Maps the name of each leaf or parameter to the graph's values through which its
-            gradient flows; empty if f does not read the array.
+        examined: Maps the name of each leaf or parameter to the graph values of the array; no
+            values if f does not read the array.
         absent: The kind of the finding if no data flows from an array to the output.
     """
     names = [*examined]
@@ -182,7 +182,7 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 
 # --- notes -------------------------------------------------------------------------------
 
-_STOPPED = "stops a summand of the loss as a whole: the summand is a constant and trains nothing"
+_STOPPED = "stops the gradient of a whole summand of the loss; the summand is a constant"
 _STARTS_AT_ZERO = (
     "multiplies by a trained factor that is zero at these values, as in LoRA and ReZero; the "
     "gradient is zero until the factor has changed"

@@ -51,12 +51,13 @@ KINDS: dict[str, FindingKind] = {
         "for a relu that is differentiated twice), or straight_through(f, surrogate)",
     ),
     "zero_derivative": FindingKind(
-        "its derivative is zero everywhere",
+        "the derivative of the operation is zero everywhere",
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are disabled",
-        "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
+        "the operation runs while gradients are disabled",
+        "move the operation out of no_grad or inference_mode; pass use_reentrant=False to a "
+        "checkpoint",
     ),
     "inner_gradient": FindingKind(
         "a gradient is taken inside of f without a graph, so it cannot be differentiated",
@@ -68,7 +69,7 @@ KINDS: dict[str, FindingKind] = {
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
-        "its rule has no derivative for this input",
+        "the custom rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
     "unused": FindingKind(
@@ -78,7 +79,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     # at these values
     "zero": FindingKind(
-        "it receives a gradient and passes on only zeros at these values",
+        "the operation receives a gradient and returns only zeros at these values",
         "check the operands: a factor of zero, a negative input of a relu, a clipped or saturated "
         "function, entries that are not selected or are overwritten, terms that cancel",
         numerical=True,
@@ -96,28 +97,28 @@ KINDS: dict[str, FindingKind] = {
     ),
     # findings on a model
     "unread": _in_training(
-        "the loss does not use it",
-        "use it in the computation of the loss, or remove it from the model",
+        "the loss does not use the parameter",
+        "use the parameter in the loss, or remove the parameter from the model",
     ),
     "frozen": _in_training(
-        "its requires_grad is False",
-        "call requires_grad_(True) if it is to be trained, otherwise leave it out of the optimizer",
+        "requires_grad of the parameter is False",
+        "call requires_grad_(True) to train the parameter, or remove it from the optimizer",
     ),
     "unregistered": _in_training(
-        "it requires grad, but parameters() does not list it",
+        "the tensor requires grad, but parameters() does not list the tensor",
         "keep layers in an nn.ModuleList or nn.ModuleDict, not in a list or dict, and tensors in "
         "an nn.ParameterList; make a single tensor a parameter after all other operations, "
         "self.name = nn.Parameter(tensor); or pass a computed tensor as an argument",
         headline=_NOT_TRAINED,
     ),
     "not_optimized": _in_training(
-        "no step of the optimizer changes it",
+        "the optimizer does not update the parameter",
         "create the optimizer with all parameters of the model after its last layer was added, or "
         "call add_param_group; check the masks and labels of the optimizer",
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(
-        "the optimizer contains it, but it is not a parameter of the model",
+        "the optimizer contains a tensor that is not a parameter of the model",
         "create the optimizer with the parameters of the trained model after the model was "
         "copied, loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),

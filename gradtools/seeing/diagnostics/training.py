@@ -126,7 +126,7 @@ def trained(
     return result
 
 
-_FROZEN = "requires_grad is False, so it is not trained"
+_FROZEN = "not trained, because requires_grad is False"
 _SPENT = (
     "the graph was freed or contains a reentrant checkpoint, so no backward pass ran and gradients "
     "at these values were not checked"
@@ -195,7 +195,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # a weight multiplies the stopped network's outputs
+                reads = any(  # whether a weight multiplies outputs of the stopped network
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

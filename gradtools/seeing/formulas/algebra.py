@@ -217,7 +217,7 @@ def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
 
 
 def swap(x: Expr) -> Expr:
-    """Exchanges the last two axes."""
+    """Exchanges the last two axes of x."""
     return transpose(x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 

@@ -1,4 +1,4 @@
-"""`Formula`: a program and its adjoint as text, as LaTeX and in notebooks."""
+"""`Formula` represents a program and its adjoint, with text, LaTeX and notebook output."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Formula:
     Attributes:
         inputs: The names of the inputs.
         gradients: The names of the gradients.
-        marked: The operations that are written by their names.
-        check: The comparison with automatic differentiation.
+        marked: The names of operations that are written by name, such as "solve".
+        check: The result of the comparison with automatic differentiation.
     """
 
     check: Agreement | None = None
-    compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
+    compare: Callable[..., Agreement] | None = None  # implements `agrees_with`
 
     def __init__(self, recorded: Recorded, order: int, active: Sequence[int]) -> None:
         inputs = recorded.opened
@@ -165,7 +165,7 @@ class Formula:
         return Statements(sections, self._names, self._table)
 
     def _legend(self) -> list[str]:
-        """Lists the leaves' spaces (x ∈ ℝ^(i×j)), the constants and the axis lengths."""
+        """Returns the declarations of leaves (x ∈ ℝ^(i×j)), constants and axis lengths."""
         written = self._statements
         used = {*written.values, *self._inputs}
         sizes: dict[str, int] = {}
@@ -186,13 +186,13 @@ class Formula:
     def agrees_with(
         self, derivation: Callable[..., Any], *, tolerance: float | None = None
     ) -> Agreement:
-        """Compares a derivation by hand with the framework's vjp, also at random points.
+        """Compares a manual derivation with the framework's vjp, also at random points.
 
         Args:
             derivation: A function of the inputs, then of one cotangent for each output, then (at
-                order 2) of the directions. It returns the cotangents of the differentiated inputs
-                in order (at order 2, the results of the last section). A single cotangent need not
-                be in a tuple; None means zeros.
+                order 2) of the directions. The function returns the cotangents of the
+                differentiated inputs in order (at order 2, the results of the last section). A
+                single cotangent need not be in a tuple; None means zeros.
             tolerance: The allowed relative error; by default the tolerance of f's precision.
 
         Returns:

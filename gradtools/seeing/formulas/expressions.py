@@ -120,7 +120,7 @@ def kind_of(dtype: Any) -> str:
 
 
 class ArrayValue:
-    """A hashable array for attributes, compared by its bytes."""
+    """An immutable array for expression attributes, hashed and compared by its bytes."""
 
     def __init__(self, array: Any):
         self.array = np.array(array)
@@ -138,7 +138,7 @@ _fresh = itertools.count()
 
 
 def placeholder(name: str, shape: Iterable[int], kind: str = REAL) -> Expr:
-    """Returns a new input, distinct from all others."""
+    """Returns a new placeholder, which is distinct from all other placeholders."""
     return expr("placeholder", (), shape, kind, name=name, number=next(_fresh))
 
 
@@ -173,7 +173,7 @@ def tidy(value: Any) -> Any:
 
 
 def full(value: Any, shape: Sequence[int]) -> Expr:
-    """Returns a constant array of this shape: a product without factors."""
+    """Returns a constant array of the given shape: a product without factors."""
     c = tidy(value.item() if hasattr(value, "item") else value)
     kind = COMPLEX if isinstance(c, complex) else REAL
     return expr("einsum", (), shape, kind, labels=(), coefficient=c)

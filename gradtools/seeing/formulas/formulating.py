@@ -149,10 +149,10 @@ class _Comparison:
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        note = "" if near else "; nearby f is not defined or runs another program"
+        note = "" if near else "; at nearby points f is undefined or runs another program"
         if not agrees_here:
-            note = "; but not at the given arguments, which are at a tie, at an edge or where a "
-            note += f"number is not finite{'' if at_given else f': {at_given}'}"
+            note = "; but not at the given arguments, where f is not differentiable or a number "
+            note += f"is not finite{'' if at_given else f': {at_given}'}"
         places = ["the arguments"] * agrees_here
         places += [f"{len(near)} random point{'s' * (len(near) > 1)}"] * bool(near)
         self.places = " and ".join(places)
@@ -276,7 +276,7 @@ def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
 
 
 def _differs(result: Agreement) -> str:
-    """Returns the message of the error that is raised instead of returning a wrong formula."""
+    """Returns the error message for a formula that differs from automatic differentiation."""
     return f"formula: {result}; the formula is not shown. Please report the function"
 
 

@@ -70,7 +70,7 @@ def _write_sum(w: Writer, x: Expr) -> Written:
 def _write_power(w: Writer, x: Expr) -> Written:
     base, exponent = w.write(x.args[0]), x["exponent"]
     size, raised = abs(exponent), base
-    if size != 1:  # the power of a whole matrix is marked as elementwise
+    if size != 1:  # marks the power of an array as elementwise
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if exponent < 0 else raised
 
@@ -175,7 +175,7 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
 
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     """Evaluates an einsum: the coefficient times numpy.einsum, broadcast to the shape."""
-    einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
+    einsum: Any = np.einsum  # NumPy's type stubs lack this form of einsum
     kept = [l for l in range(y.rank) if any(l in names for names in y["labels"])]
     numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
     pairs = zip(numbers, y["labels"], strict=True)

@@ -1,8 +1,8 @@
 """Writes expressions as mathematical text.
 
-Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
-over axes by their letters. Letters identify axes, so a broadcast is not written. A product that
-would be ambiguous, such as a product of arrays with three axes, is written as einsum.
+Matrix products are written by juxtaposition, elementwise products with a circled dot, and sums over
+axes with Σ and the letters of the axes. Letters identify axes, so a broadcast is not written. A
+product that would be ambiguous, such as a product of arrays with three axes, is written as einsum.
 
 A contraction is written as a matrix product if each summed label belongs to two factors and the
 labels form a chain from one axis of the result to the other.
@@ -53,7 +53,7 @@ class Writer:
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
-        """Writes an operand of a function of whole arrays, in which broadcasting is explicit."""
+        """Writes an operand of a function of whole arrays, with explicit broadcasts."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
@@ -302,7 +302,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Unites axes of equal length that have the same label in an operation."""
+        """Assigns one letter to axes of equal length that have the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):

@@ -143,7 +143,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
-    """Yields (number, is_sum) for a value and for the terms of its nested weighted sums."""
+    """Yields (value index, is_sum) for a value and the terms of its nested weighted sums."""
     terms = _terms(graph, value, strengths)
     yield value, terms is not None
     for v in terms or ():
@@ -198,7 +198,7 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 @memoized
 def _classes(graph: PlainGraph) -> Mapping[int, int]:
-    """Maps each value to its class of equal values."""
+    """Maps each value to the index of its class of equal values."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for v in graph.captured:

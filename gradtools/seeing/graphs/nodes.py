@@ -96,7 +96,7 @@ Links = tuple[tuple[Dependence, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation of the program.
+    """An operation of a graph.
 
     Attributes:
         operation: The neutral name, such as "matmul", or the native name if there is no neutral
@@ -243,7 +243,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
-    """Returns the length of the longest common prefix of the given scopes, or names."""
+    """Returns the length of the longest common prefix of the given paths."""
     steps = zip(*paths, strict=False)
     return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 

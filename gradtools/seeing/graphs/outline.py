@@ -193,8 +193,8 @@ class Arrow:
     """An arrow between two boxes: the values that one box passes to the other.
 
     Attributes:
-        source: The key of the producing box.
-        target: The key of the reading box.
+        source: The key of the box that computes the values.
+        target: The key of the box that reads the values.
         values: The indices of the values, keys of `Outline.values`.
         saved: Whether the values are residuals, which a later pass reads.
         strength: The strongest dependence among the values.

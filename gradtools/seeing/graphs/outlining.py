@@ -4,8 +4,9 @@
    its value, inside or outside of the body.
 2. Consecutive operations of one module or call become a block; a block with one child is replaced
    by the child, which gets both names. A parameter is placed in the innermost block that contains
-   all of its readers, an argument outside of all blocks, an output after the block that computes
-   it. If there are many outputs, gradients of parameters are placed inside of blocks.
+   all of its readers, an argument is placed outside of all blocks, and an output is placed after
+   the block that computes the output. If there are many outputs, gradients of parameters are placed
+   inside of blocks.
 3. Values get letters in the order of the whole outline, so the letters are the same in the text and
    in all pictures of a graph, for any set of expanded blocks.
 """

@@ -9,9 +9,9 @@ depends on the cotangent of a gradient belongs to the backward of the backward. 
 belong to the forward pass, even if only a later pass reads the result: for sin, PyTorch saves x,
 and JAX computes and saves cos x in the forward pass.
 
-At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
-evaluated equation by equation. Calls, branches and short loops are inlined, so operations inside of
-their bodies are examined.
+For `seeing/diagnostics/gradients_at_values.py`, both passes are evaluated at given values, equation
+by equation. Calls, branches and short loops are inlined, so operations inside of their bodies are
+examined.
 """
 
 from __future__ import annotations

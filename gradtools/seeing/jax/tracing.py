@@ -245,7 +245,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _leaving(name: str) -> Callable[..., Any]:
-    """Returns a conversion method that calls the wrapped tracer's method, which raises."""
+    """Returns a conversion method that raises the error of the wrapped tracer's method."""
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 

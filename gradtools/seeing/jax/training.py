@@ -109,7 +109,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
                 f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
-                "Pass the model, or the part of it, for which the optimizer was made."
+                "Pass the model, or the part of the model, for which the optimizer was created."
             ) from error
     else:
         raise GradtoolsError(

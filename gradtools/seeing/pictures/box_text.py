@@ -1,7 +1,7 @@
 """Wraps and measures the text of a box, and computes the size of the box.
 
 Text is set in a monospaced font. Common monospaced fonts differ by a few percent in width;
-`_ADVANCE` is an upper bound. Long text is wrapped at separators of names.
+`_ADVANCE` is an upper bound. Long text is wrapped at separators such as spaces, dots and slashes.
 """
 
 from __future__ import annotations

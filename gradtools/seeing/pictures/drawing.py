@@ -20,7 +20,7 @@ from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import THEMES, page_style, style_sheet
 
 _THEMES = ("auto", *THEMES)
-_STACK = 64 << 20  # bytes; enough for blocks nested a thousand deep
+_STACK = 64 << 20  # stack size in bytes, for 1000 levels of nested blocks
 _FILE = """
 (data, style) => {
   const G = JSON.parse(data);
@@ -68,7 +68,7 @@ def interpreter() -> Any:
         import quickjs
     except ModuleNotFoundError:
         raise GradtoolsError(
-            "to_svg: a picture in a file needs quickjs-ng, which is not installed. Fix: "
+            "to_svg: an SVG file needs quickjs-ng, which is not installed. Fix: "
             'pip install "gradtools[svg]", or write an .html page, which needs no interpreter.'
         ) from None
     context = quickjs.Context()

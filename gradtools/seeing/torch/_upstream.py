@@ -38,7 +38,7 @@ class Watching(TorchDispatchMode):
 _SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
 Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
-"""The classes whose `apply` a recorder patches, so that it also records a bound `Function.apply`.
+"""The classes whose `apply` is patched, so that recorders also record a bound `Function.apply`.
 Since PyTorch 2.14 `torch.autograd.Function` has its own `apply` in C."""
 
 

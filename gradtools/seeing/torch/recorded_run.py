@@ -1,6 +1,6 @@
 """`record` for PyTorch runs a function and returns its graph and backward pass.
 
-The user's function runs once under the recorders of `recording/`, and its effects are undone.
+The user's function runs once under the recorders of `recording/`, and its side effects are undone.
 
 The graph does not show operations of NumPy or Python on data from tensors. To find where such data
 returns to PyTorch, the run is repeated with perturbed numbers at the line of the conversion.

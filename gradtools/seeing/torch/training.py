@@ -106,7 +106,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         if not hasattr(one, "param_groups"):
             raise GradtoolsError(
                 f"{caller}: optimizer is {with_article(type(one).__name__)}; expected a "
-                "torch.optim.Optimizer, or a list of them."
+                "torch.optim.Optimizer, or a list of optimizers."
             )
         groups += one.param_groups
     stepped = [(i, k, p) for i, group in enumerate(groups) for k, p in enumerate(group["params"])]

@@ -158,7 +158,7 @@ class ConnectionRecorder(RunRecorder):
                 self.hold(y, numbers[0])
                 return out
             number = self.new(y)
-            if name == "array_wrap":  # the result of a NumPy ufunc of a tensor
+            if name == "array_wrap":  # the result of a NumPy ufunc on a tensor
                 left = [leaving for leaving in self.leavings if leaving.inputs[0] == numbers[0]]
                 self.outside += [(leaving.outputs[0], number) for leaving in left[-1:]]
                 numbers, tracked = [], []

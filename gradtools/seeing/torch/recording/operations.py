@@ -129,7 +129,7 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
 
     Args:
         name: The name of the operation, as returned by `name_of`.
-        grad_enabled: Whether grad mode was on.
+        grad_enabled: Whether grad mode was enabled.
         to_inexact: Whether the dtype of the output is floating or complex.
     """
     if not to_inexact:

@@ -3,7 +3,7 @@
 A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
 collapsed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block`
 at the root. `Arrow`s connect boxes; if a box is in a collapsed block, its arrows are drawn at the
-outermost such block.
+outermost collapsed block.
 
 A block contains consecutive nodes of one pass and one scope. Collapsing consecutive nodes creates
 no cycle, so the outline is acyclic for any set of collapsed blocks.

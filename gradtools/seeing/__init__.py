@@ -1,6 +1,6 @@
 """Inspection of automatic differentiation: lost gradients, graphs, formulas.
 
-`torch/` and `jax/` record programs as a `Graph` (`graphs/gradient_graphs.py`), common to both
-frameworks. Analyses compute how outputs depend on inputs (`graphs/derivative_flow.py`), where a
-gradient is lost and how to fix it (`diagnostics/diagnosis.py`).
+`torch/` and `jax/` record PyTorch and JAX programs as a `Graph` (`graphs/gradient_graphs.py`),
+which has one format for both frameworks. Analyses of the graph compute how outputs depend on inputs
+(`graphs/derivative_flow.py`) and where a gradient is lost (`diagnostics/diagnosis.py`).
 """

@@ -11,7 +11,7 @@ from gradtools.seeing.graphs.gradient_graphs import FORMS
 
 
 def print_why_zero(options: argparse.Namespace) -> int:
-    """Prints where gradients are lost; returns the exit status, 1 if any gradient is lost."""
+    """Prints the report of `why_zero`; returns exit status 1 if a gradient is lost, otherwise 0."""
     f, args, gt = inputs_of(options)
     report = gt.why_zero(f, *args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report)
@@ -26,7 +26,7 @@ def print_formula(options: argparse.Namespace) -> int:
 
 
 def print_graph(options: argparse.Namespace) -> int:
-    """Prints the graph of a function, or writes it to a file, whose name is checked first."""
+    """Prints the gradient graph of a function, or saves the graph to the file `--out`."""
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
     if out is not None and suffix not in FORMS:

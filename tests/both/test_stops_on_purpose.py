@@ -43,7 +43,7 @@ def test_a_summand_that_is_stopped_as_a_whole_is_a_note(gt, f):
     report = gt.why_zero(lambda p: f(gt, p), parameters(gt, {"a": (6, 3), "b": (3, 4)}))
     ((text, names),) = report.notes
     assert not report and names == ("argument 0['a']",)
-    assert "stops a summand of the loss as a whole" in text
+    assert "stops the gradient of a whole summand of the loss" in text
 
 
 # --- networks beside the one that is trained ----------------------------------------------

@@ -1,17 +1,18 @@
-"""`why_zero` finds where a gradient is lost, and suggests a fix.
+"""`why_zero` finds operations at which a gradient is lost, and suggests fixes.
 
 A lost gradient raises no error, and training continues without it. The report contains:
 
-a. leaves with no gradient, or a zero gradient at the given values, with the operations that lose
-   it;
+a. leaves without a gradient, or with a zero gradient at the given values, and the operations at
+   which the gradient is lost;
 b. scalar summands of the loss whose data left the framework or became discrete on every path;
-c. NaN and infinity, with the first line that produces them;
+c. NaN and infinite values, with the first line that produces such a value;
 d. differences between the optimizer and the model (`training.py`);
-e. edits of gradients through which no gradient reaches any leaf.
+e. gradient edits, such as `clip_gradient`, that pass no gradient to any leaf.
 
-Stops inside of a tensor that is otherwise differentiated are not reported. `gradient_losses.py`
-finds (a), (b) and (e) in the graph of one recorded run; `gradients_at_values.py` finds (a) and (c)
-in its passes at the given values. `findings.py` defines the kinds of losses.
+A `detach` or `stop_gradient` on one part of a tensor is not reported if other parts are
+differentiated. `gradient_losses.py` finds (a), (b) and (e) in the graph of one recorded run;
+`gradients_at_values.py` finds (a) and (c) in the forward and backward passes at the given values.
+`findings.py` defines the kinds of lost gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-Note = tuple[str, list[str]]  # a text and the leaves to which it applies
+Note = tuple[str, list[str]]  # the text of a note, and the names of the leaves that it describes
 
 
 def recording_of(program: LeafProgram) -> Recording:
-    """Records one run of a program, and its gradients at the given values.
+    """Records one run of a program and the gradients at the given values.
 
     Raises:
-        GradtoolsError: f itself raised an error.
+        GradtoolsError: The function f raised an error.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
@@ -58,9 +59,10 @@ class Diagnosis:
     """The result of one analysis of `why_zero`.
 
     Attributes:
-        findings: The lost gradients.
+        findings: The gradients that are lost, each with its operation and source line.
         names: The names of the arrays that were examined.
-        notes: Losses that may be intended, each with its arrays.
+        notes: Texts on gradients that may be stopped intentionally, each with the names of its
+            arrays.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -74,13 +76,13 @@ def diagnosed(
     examined: Mapping[str, Sequence[int]],
     absent: str = "unused",
 ) -> Diagnosis:
-    """Returns the findings for each examined array, and notes.
+    """Returns findings and notes on the gradients of the examined arrays.
 
     Args:
-        program: The program that was recorded.
-        recording: Its recording.
-        examined: Maps the name of each leaf or parameter to the graph's values through which its
-            gradient flows; empty if f does not read the array.
+        program: The function and its leaves.
+        recording: The recorded run of `program`.
+        examined: Maps the name of each leaf or parameter to the graph values of the array; no
+            values if f does not read the array.
         absent: The kind of the finding if no data flows from an array to the output.
     """
     names = [*examined]
@@ -97,7 +99,7 @@ def diagnosed(
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in values if (rule := passes.last_rule(n))] if is_absent else []
-        if best == _FULL and rules:  # a rule that returns None
+        if best == _FULL and rules:  # a custom rule returned None
             findings += from_losses(name, [Loss(replace(n, loss="rule"), 0) for n in rules])
         elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(values, name))
@@ -129,7 +131,7 @@ def diagnosed(
 def _of_summands(
     graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
 ) -> Iterator[tuple[str, list[Loss]]]:
-    """Yields leaves whose data enters a summand of the loss that no derivative enters."""
+    """Yields each leaf that affects a loss summand only through nondifferentiable operations."""
     for value, role in lost_summands(graph, every):
         for number, name in numbers.items():
             lost = [replace(x, whole=False) for x in losses_between(graph, number, [value])]
@@ -146,7 +148,7 @@ def _is_stopped(lost: Sequence[Loss]) -> bool:
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Makes one finding for each line and kind of one leaf's losses."""
+    """Converts the lost gradients of one leaf to findings, one per source line and kind."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -156,7 +158,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
-    """Makes one finding for each operation that makes a gradient zero or NaN at the values."""
+    """Makes one finding per operation at which a gradient is zero or NaN at the given values."""
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
@@ -165,12 +167,12 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """Returns the framework's name of an operation, or the function's name of a call or rule."""
+    """Returns the name of a called function or custom rule, or the framework's operation name."""
     return str(node.attributes.get("name") or node.native or node.operation)
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns one finding for each leaf, kind and line."""
+    """Removes findings that repeat the leaf, kind and source line of an earlier finding."""
     kept: dict[Any, Finding] = {}
     for finding in findings:
         place = finding.source or (finding.operation, finding.scope)
@@ -180,7 +182,7 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 
 # --- notes -------------------------------------------------------------------------------
 
-_STOPPED = "stops a summand of the loss as a whole: the summand is a constant and trains nothing"
+_STOPPED = "stops the gradient of a whole summand of the loss; the summand is a constant"
 _STARTS_AT_ZERO = (
     "multiplies by a trained factor that is zero at these values, as in LoRA and ReZero; the "
     "gradient is zero until the factor has changed"
@@ -192,7 +194,7 @@ def _at(node: Node) -> str:
 
 
 def gathered_notes(notes: Iterable[Note]) -> list[Note]:
-    """Merges notes with equal texts and joins their leaves."""
+    """Merges notes with equal texts into a single note that lists all their leaves."""
     names: dict[str, list[str]] = {}
     for text, of in notes:
         known = names.setdefault(text, [])

@@ -10,14 +10,15 @@ from gradtools.code_origin import Source
 
 @dataclass(frozen=True)
 class FindingKind:
-    """A kind of loss.
+    """A kind of lost gradient, such as "detached".
 
     Attributes:
-        reason: The reason, as a clause.
-        fix: The suggested change to the code.
-        numerical: Whether the loss depends on the values: other values may have a gradient.
-        headline: The titles for one leaf and for several, if not "gets no gradient".
-        has_place: Whether the finding has a line in the program.
+        reason: The reason for the lost gradient, as a clause without a period.
+        fix: The suggested change to the user's code.
+        numerical: Whether the gradient is lost only at the given values of the inputs.
+        headline: The report's titles for one leaf and for several leaves; None for "gets no
+            gradient".
+        has_place: Whether the report prints the source line of the finding.
     """
 
     reason: str
@@ -50,12 +51,13 @@ KINDS: dict[str, FindingKind] = {
         "for a relu that is differentiated twice), or straight_through(f, surrogate)",
     ),
     "zero_derivative": FindingKind(
-        "its derivative is zero everywhere",
+        "the derivative of the operation is zero everywhere",
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are disabled",
-        "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
+        "the operation runs while gradients are disabled",
+        "move the operation out of no_grad or inference_mode; pass use_reentrant=False to a "
+        "checkpoint",
     ),
     "inner_gradient": FindingKind(
         "a gradient is taken inside of f without a graph, so it cannot be differentiated",
@@ -67,7 +69,7 @@ KINDS: dict[str, FindingKind] = {
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
-        "its rule has no derivative for this input",
+        "the custom rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
     "unused": FindingKind(
@@ -77,7 +79,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     # at these values
     "zero": FindingKind(
-        "it receives a gradient and passes on only zeros at these values",
+        "the operation receives a gradient and returns only zeros at these values",
         "check the operands: a factor of zero, a negative input of a relu, a clipped or saturated "
         "function, entries that are not selected or are overwritten, terms that cancel",
         numerical=True,
@@ -95,35 +97,35 @@ KINDS: dict[str, FindingKind] = {
     ),
     # findings on a model
     "unread": _in_training(
-        "the loss does not use it",
-        "use it in the computation of the loss, or remove it from the model",
+        "the loss does not use the parameter",
+        "use the parameter in the loss, or remove the parameter from the model",
     ),
     "frozen": _in_training(
-        "its requires_grad is False",
-        "call requires_grad_(True) if it is to be trained, otherwise leave it out of the optimizer",
+        "requires_grad of the parameter is False",
+        "call requires_grad_(True) to train the parameter, or remove it from the optimizer",
     ),
     "unregistered": _in_training(
-        "it requires grad, but parameters() does not list it",
+        "the tensor requires grad, but parameters() does not list the tensor",
         "keep layers in an nn.ModuleList or nn.ModuleDict, not in a list or dict, and tensors in "
         "an nn.ParameterList; make a single tensor a parameter after all other operations, "
         "self.name = nn.Parameter(tensor); or pass a computed tensor as an argument",
         headline=_NOT_TRAINED,
     ),
     "not_optimized": _in_training(
-        "no step of the optimizer changes it",
+        "the optimizer does not update the parameter",
         "create the optimizer with all parameters of the model after its last layer was added, or "
         "call add_param_group; check the masks and labels of the optimizer",
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(
-        "the optimizer contains it, but it is not a parameter of the model",
+        "the optimizer contains a tensor that is not a parameter of the model",
         "create the optimizer with the parameters of the trained model after the model was "
         "copied, loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),
     ),
 }
 
-# Fixes for specific functions of PyTorch, by kind and operation.
+# Fixes for specific PyTorch functions, keyed by the kind of finding and the operation.
 _FIXES = {
     ("no_grad", "sample"): (
         "Distribution.sample draws under no_grad: use rsample, which is reparametrized, or the "
@@ -147,17 +149,17 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A place at which a gradient is lost.
+    """An operation at which the gradient of one leaf is lost.
 
     Attributes:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
-        operation: The framework's name of the operation.
+        operation: The framework's name of the operation, such as "detach".
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
-        scope: The modules that contain the operation, outermost first.
-        whole: Whether the whole gradient is lost, or only one term.
-        detail: Additional text: the framework's own message, or a name.
+        scope: The names of the modules that contain the operation, outermost first.
+        whole: Whether the whole gradient of the leaf is lost; if false, only one term is.
+        detail: Additional text for the report, such as the framework's own error message.
     """
 
     argument: str
@@ -170,16 +172,16 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """The reason for the loss."""
+        """Returns the reason why the gradient is lost."""
         return KINDS[self.kind].reason
 
     @property
     def fix(self) -> str:
-        """The suggested change."""
+        """Returns the suggested change to the user's code."""
         operation = self.operation.partition(",")[0]
         return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 
     @property
     def numerical(self) -> bool:
-        """Whether the loss depends on the values: another point may have a gradient."""
+        """Returns whether the gradient is lost only at the given values of the inputs."""
         return KINDS[self.kind].numerical

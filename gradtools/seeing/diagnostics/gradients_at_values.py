@@ -3,11 +3,12 @@
 Each framework records one forward and one backward pass as a list of steps, with the magnitude of
 every value (`PassesAtValues`). Both frameworks share the analysis:
 
-- A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at the
-  steps that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum
-  to zero, the gradient is lost at the operation from which both were computed.
-- A NaN is traced back from the outputs (otherwise from the gradient) to the steps whose result is
-  NaN or infinite and whose operands are finite.
+- A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at
+  backward steps that return zeros for a nonzero cotangent, or that create zeros without a
+  cotangent. If nonzero cotangents sum to zero, the gradient is lost at the operation from which
+  both were computed.
+- A NaN is traced back from the outputs, or from the gradient if the outputs are finite, to the
+  steps with finite operands whose result is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from gradtools.seeing.graphs.passes import CUSTOM
 
 @dataclass(frozen=True)
 class PassStep:
-    """An operation of one of the passes.
+    """An operation of the recorded forward or backward pass.
 
     Attributes:
-        node: The operation, or the forward operation that it differentiates; None for internal
-            steps such as stacking a loop's iterations, which are not reported.
-        inputs: The numbers of the values that the step reads.
-        outputs: The numbers of the values that the step produces.
+        node: The graph node of the forward operation that this step computes or differentiates;
+            None for internal steps, such as stacking a loop's iterations, which are not reported.
+        inputs: The indices of the values that the step reads.
+        outputs: The indices of the values that the step produces.
     """
 
     node: Node | None
@@ -39,29 +40,29 @@ class PassStep:
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A step at which a gradient becomes zero or NaN: the node, the kind and the zero operands."""
+    """A node at which a gradient becomes zero or NaN, with the kind and the zero operands."""
 
     node: Node
     kind: str
     zeros: tuple[int, ...] = ()
 
 
-Onward = Callable[[PassStep], list[int]]  # the operands at which a walk continues
+Onward = Callable[[PassStep], list[int]]  # returns the operands at which a backward walk continues
 _UNKNOWN = Node("input", (), ())
 
 
 @dataclass(frozen=True, eq=False)
 class PassesAtValues:
-    """A forward and a backward pass at given values.
+    """A recorded forward and backward pass at given input values.
 
     Attributes:
-        steps: The operations, in the order in which they ran.
-        sizes: The greatest modulus of each value's entries (NaN if any entry is NaN); None for an
-            empty value.
-        outputs: The numbers of the forward pass's outputs.
-        seeds: The numbers of the cotangents of the outputs.
-        gradients: Maps the number of a leaf in the program's graph to its number in these passes
-            and the number of its gradient.
+        steps: The operations of both passes in execution order.
+        sizes: Maps each value to the largest absolute value of its entries (NaN if any entry is
+            NaN); None for an empty array.
+        outputs: The indices of the outputs of the forward pass.
+        seeds: The indices of the output cotangents, with which the backward pass starts.
+        gradients: Maps the index of a leaf in the program's graph to two indices in these passes:
+            the leaf and its gradient.
     """
 
     steps: Sequence[PassStep] = ()
@@ -71,7 +72,7 @@ class PassesAtValues:
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def places(self, leaf: int | None) -> list[LossPlace] | None:
-        """Returns where a leaf's gradient becomes zero or NaN; None if it does not."""
+        """Returns nodes at which a leaf's gradient becomes zero or NaN; None if there are none."""
         if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
@@ -82,7 +83,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether a zero operand depends on a leaf that gets a gradient, not on `leaf`."""
+        """Returns whether a zero operand depends only on other leaves, which get a gradient."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -90,7 +91,7 @@ class PassesAtValues:
 
     @cached_property
     def _makers(self) -> dict[int, int]:
-        """Maps each value to the position of the step that produces it."""
+        """Maps each value to the index of the step that produces the value."""
         return {v: at for at, step in enumerate(self.steps) for v in step.outputs}
 
     @cached_property
@@ -106,7 +107,7 @@ class PassesAtValues:
         return size is not None and not math.isfinite(size)
 
     def _reached(self, values: Iterable[int]) -> set[int]:
-        """Returns the given values and all values that are computed from them."""
+        """Returns `values` and all values that later steps compute from `values`."""
         result = set(values)
         for step in self.steps:
             if not result.isdisjoint(step.inputs):
@@ -120,14 +121,14 @@ class PassesAtValues:
         def onward(step: PassStep) -> list[int]:
             zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
             entering = self._cotangents.intersection(step.inputs)
-            if not entering:  # zeros made by a rule of the backward pass
+            if not entering:  # a rule of the backward pass created the zeros
                 return [v for v in zeros if self._makers.get(v, -1) >= first]
             return [*entering] if entering.issubset(zeros) else []
 
         places = []
         for step in reversed(self._ends([gradient], onward)):  # in the order of the forward pass
             node = self._meeting(step).node
-            if node is not None and node.source is None:  # zeros made for a rule's None
+            if node is not None and node.source is None:  # zeros that replace a rule's None
                 node = self.last_rule(leaf) or node
             if node is not None:
                 zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)
@@ -155,12 +156,12 @@ class PassesAtValues:
         return [*dict.fromkeys(ends)]
 
     def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
-        """Returns the steps at which a walk ends, in execution order."""
+        """Returns the steps at which a backward walk from `values` ends, in execution order."""
         ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
-        """Maps the position of each visited step to the next values of the walk."""
+        """Maps the index of each visited step to the operands at which the walk continues."""
         result, todo = dict[int, list[int]](), [*values]
         while todo:
             at = self._makers.get(todo.pop())

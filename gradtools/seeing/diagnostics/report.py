@@ -18,11 +18,12 @@ class GradientReport:
     """The findings of `why_zero`; false if there are none.
 
     Attributes:
-        findings: Every place at which a gradient is lost, by argument, in program order.
+        findings: All lost gradients, grouped by argument, in program order.
         arguments: The names of the leaves that were examined.
-        notes: Losses that may be intended, each with its leaves.
+        notes: Texts on gradients that may be stopped intentionally, each with the names of its
+            leaves.
 
-    The text groups leaves with equal findings: "these 41 leaves: bert.*".
+    `str(report)` groups leaves with equal findings: "these 41 leaves: bert.*".
     """
 
     findings: tuple[Finding, ...]
@@ -63,7 +64,7 @@ class GradientReport:
         return coloured(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data for JSON."""
+        """Returns the report as a dict that `json.dumps` accepts."""
         return {
             "findings": [
                 {**asdict(f), "reason": f.reason, "fix": f.fix, "numerical": f.numerical}
@@ -74,7 +75,7 @@ class GradientReport:
         }
 
     def to_json(self) -> str:
-        """Returns the report as JSON."""
+        """Returns the report as a JSON string."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -94,7 +95,7 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of several leaves by place: joins operations, intersects scopes."""
+    """Merges findings of several leaves that have the same kind and source line."""
     merged = []
     for findings in grouped((f for of in several for f in of), _place).values():
         names = list(dict.fromkeys(f.operation for f in findings))
@@ -116,7 +117,7 @@ _MOST = 5  # maximum number of names or modules listed for a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """Abbreviates a group's names: "these 41 leaves: bert.*" if it contains all names in bert."""
+    """Abbreviates leaf names: "these 41 leaves: bert.*" if `names` has all leaves of bert."""
     if len(names) == 1:
         return names[0]
     result, chosen = list[str](), set(names)
@@ -130,13 +131,13 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _noun(names: Sequence[str]) -> str:
-    """Returns the noun for several names: parameters of a model, or leaves of arguments."""
+    """Returns "leaves" for names of arguments, or "parameters" for names in a model."""
     of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
     return "leaves" if of_arguments else "parameters"
 
 
 def _lines(finding: Finding) -> str:
-    """Describes a finding's place, line, reason and fix."""
+    """Formats a finding: module, source line, reason and fix."""
     source = finding.source
     where = "somewhere in f" if source is None else str(source)
     where += f" in {source.function}" if source is not None and source.function else ""

@@ -1,8 +1,9 @@
 """Finds lost gradients in training: compares parameters, gradients and the optimizer's steps.
 
 Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
-gradient reaches, and the arrays that the optimizer changes. The backends list the first and the
-last set; one recorded run of the loss yields the second set and locates lost gradients.
+gradient reaches, and the arrays that the optimizer changes. The backends list the model's
+parameters and the optimizer's arrays; one recorded run of the loss shows which arrays get a
+gradient, and where other gradients are lost.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
 
 @dataclass(frozen=True)
 class HeldArray:
-    """An array in a model.
+    """A parameter or other array in a model.
 
     Attributes:
-        name: The path in the model.
-        array: The array.
+        name: The path of the array in the model, such as "encoder.weight".
+        array: The tensor or JAX array.
         role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
             requires grad but is not a parameter.
     """
@@ -50,7 +51,7 @@ class Optimised:
     """The arrays that an optimizer changes.
 
     Attributes:
-        holds: A function that returns whether an array is changed; None if unknown.
+        holds: A function that returns whether the optimizer changes an array; None if unknown.
         strangers: The names of arrays that are in the optimizer but not in the model.
     """
 
@@ -70,11 +71,11 @@ def trained(
 
     Args:
         backend: The backend.
-        f: The loss: a function or a module.
+        f: The function or module that computes the loss.
         args: The positional arguments of f.
         kwargs: The keyword arguments of f.
         model: The model, or a pytree of models and arrays; None if f is or captures the model.
-        optimizer: The optimizer, or several.
+        optimizer: One or several optimizers.
     """
     caller, is_named = "why_zero", model is not None
     framework = Framework(backend, caller).training
@@ -89,7 +90,7 @@ def trained(
         program.names[:] = [h.name for h in held]
     recording = recording_of(program)
     graph = recording.graph
-    if model is None:  # the parameters that f captures
+    if model is None:  # use the parameters that f captures
         held = [HeldArray(name, x) for name, x in of_modules_in_use(recording)]
     result = Diagnosis(names=[h.name for h in held if h.role != FROZEN])
 
@@ -125,7 +126,7 @@ def trained(
     return result
 
 
-_FROZEN = "requires_grad is False, so it is not trained"
+_FROZEN = "not trained, because requires_grad is False"
 _SPENT = (
     "the graph was freed or contains a reentrant checkpoint, so no backward pass ran and gradients "
     "at these values were not checked"
@@ -144,11 +145,11 @@ def _note_targets(
     numbers: Mapping[str, Sequence[int]],
     is_named: bool,
 ) -> None:
-    """Turns findings on parameters of target networks and teachers into notes.
+    """Moves findings on parameters of target networks and teachers to the notes.
 
-    A parameter of a target network or teacher loses its whole gradient, only by stops or no_grad.
-    In addition, it has a twin that is trained, or no optimizer step changes it and the user passed
-    no model.
+    A parameter of a target network or teacher loses its whole gradient, and only by `detach`,
+    `stop_gradient` or `no_grad`. In addition, the parameter has a trained twin, or no optimizer
+    changes the parameter and the user passed no model.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
@@ -173,11 +174,12 @@ def _twins(
     numbers: Mapping[str, Sequence[int]],
     stopped: set[str],
 ) -> set[str]:
-    """Returns parameters of stopped networks with a trained twin, such as target networks.
+    """Returns parameters of networks without gradient that have a trained copy (twin).
 
-    A twin has the same names and shapes under another prefix. The twin must not read the stopped
-    network's outputs, as the next layer of the same network would. Each term that depends on the
-    stopped network must train the twin, such as a distance between their outputs.
+    The parameters of a twin have the same names and shapes under another prefix. A network that
+    reads the outputs of the stopped network is its next layer, not a twin. Each loss term that
+    depends on the stopped network must train the twin, such as a distance between the outputs of
+    the two networks.
     """
     modules: dict[str, dict[str, Any]] = {}  # maps each prefix to shapes by the rest of the name
     for one in parameters:
@@ -193,7 +195,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # a weight multiplies the stopped network's outputs
+                reads = any(  # whether a weight multiplies outputs of the stopped network
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

@@ -1,4 +1,4 @@
-"""The public operator `why_zero`."""
+"""Public operator `why_zero`, which reports where gradients are lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.program import Framework, LeafProgram
 
 
 class SeeingOperators(Operators):
-    """The operators that diagnose gradients, bound to one backend."""
+    """Defines `why_zero` for one backend, PyTorch or JAX."""
 
     def why_zero(
         self,
@@ -31,38 +31,38 @@ class SeeingOperators(Operators):
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
         Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
-        gradient at these values, with the operations at which this happens; a scalar summand of the
-        loss whose data left the framework or became discrete (``.item()``, a comparison, an
-        argmax); an edit of gradtools through which no gradient reaches any leaf. Each finding has
-        a line, a kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient`
-        or `no_grad` is reported as a note. Stops inside of an array that is otherwise
-        differentiated (straight-through estimators, targets, masks, normalizing constants) are not
-        reported. f may run several times; its changes to random streams, buffers and modules are
-        undone.
+        gradient at these values, with the operations that cause it; a scalar summand of the loss
+        whose data left the framework or became discrete (``.item()``, a comparison, an argmax); a
+        gradient edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding
+        has a line, a kind and a fix. A summand whose whole gradient is stopped by `detach`,
+        `stop_gradient` or `no_grad` is reported as a note. A stopped part of an array that is
+        otherwise differentiated (straight-through estimators, targets, masks, normalizing
+        constants) is not reported. f may run several times; its changes to random streams, buffers
+        and modules are undone.
 
         For training, pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. The parameters are then examined instead of the arguments: parameters
         that the loss does not read or whose gradient is lost, parameters missing from the
         optimizer, tensors of another model in the optimizer, and tensors that are in a plain list
-        or require grad without being parameters. Losses that may be intended, such as frozen
-        parameters, are in the report's notes.
+        or require grad without being parameters. Gradients that may be stopped intentionally, such
+        as gradients of frozen parameters, are listed in the report's notes.
 
         Args:
             f: A function of pytrees of arrays, a module, or a closure without arguments.
             *args: Arguments of f.
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex.
-            model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
-                model that f captures, or a pytree of parameters.
-            optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters of f or the argument are
-                examined: ``why_zero(loss, params, optimizer=opt)``.
+            model: The trained model, or a tuple or dict of models and arrays. In JAX, the model
+                that f captures, or a pytree of parameters.
+            optimizer: PyTorch: an optimizer or a list of optimizers. JAX: an optax gradient
+                transformation or an `nnx.Optimizer`. Without `model`, the parameters of f or the
+                argument are examined: ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, false if nothing is lost: ``.findings``, one per leaf and cause,
-            with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``) and
-            ``fix``; ``str()`` formats it as text, ``.to_json()`` as JSON.
+            A `GradientReport`, which is false if no gradient is lost: ``.findings``, one per leaf
+            and cause, with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``)
+            and ``fix``; ``str()`` formats the report as text and ``.to_json()`` as JSON.
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises an error,
@@ -118,7 +118,7 @@ class SeeingOperators(Operators):
 
 
 def _takes_nothing(f: Any) -> bool:
-    """Returns whether a function has no parameters."""
+    """Returns whether the signature of f has no parameters."""
     try:
         return not signature(f).parameters
     except (TypeError, ValueError):  # a builtin may lack a signature

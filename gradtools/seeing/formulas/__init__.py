@@ -1,16 +1,16 @@
-"""`formula`: a program and its derivatives as readable mathematics, checked numerically.
+"""`formula` writes a program and its derivatives as mathematics and checks them numerically.
 
-The translator of each framework turns a recorded run into expressions. Their operations are in the
-vocabulary or opaque::
+Each framework's translator converts a recorded run to expressions. Each operation is in the
+vocabulary (`words.py`) or opaque (`opaque.py`)::
 
     run --names (words), patterns--> expressions --reverse_mode--> the adjoint, and its adjoint
         --statements, writing--> text --typesetting--> LaTeX;  --evaluate--> numbers
 
-Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`).
-`operations.py` is the table of operations: each defines a value in NumPy, a pullback and a
-notation. Other operations keep their name, and the framework computes and differentiates them
-(`opaque.py`). `formulating.py` compares a `Formula` with the framework's derivatives before it is
-returned; it also compares derivations by hand with the framework's vjps.
+Programs, adjoints and constants are `Expr` objects (`expressions.py`), which are simplified on
+construction (`algebra.py`). `operations.py` is the table of operations; each entry defines the
+value in NumPy, the pullback and the notation. Opaque operations are written by name, and the
+framework evaluates and differentiates them. `formulating.py` compares each `Formula` with the
+framework's derivatives, and compares the user's manual derivations with the framework's vjps.
 """
 
 from gradtools.seeing.formulas.derivation import Agreement as Agreement

@@ -1,13 +1,13 @@
-"""Smart constructors of expressions: they canonicalize on construction.
+"""Smart constructors, which return expressions in canonical form.
 
-Every operation that moves axes is a product of arrays, as in einsum. Coefficients are collected,
-nested products are flattened if that is easier to read, equal factors become powers, one-hot
-factors under a sum are eliminated, and broadcasts move outwards, where they may cancel. A
-contraction (a product with a sum) is never flattened into another contraction, so each
-matrix product of the program remains a single expression.
+Transposes, broadcasts and sums over axes are products of arrays, as in einsum. Coefficients are
+collected, nested products are flattened if that is easier to read, equal factors become powers,
+one-hot factors under a sum are eliminated, and broadcasts move outwards, where they may cancel. A
+contraction (a product with a sum) is never flattened into another contraction, so each matrix
+product of the program remains a single expression.
 
-A sum collects like terms and factors common factors out. Broadcasts are moved out of elementwise
-functions. Conjugates and real parts are moved to the leaves.
+A sum collects like terms and factors common factors out. Elementwise functions are applied before
+broadcasts. Conjugates and real parts are moved from compositions to the leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Entry = tuple[Expr, Labels]  # a factor, with the labels of its axes
 
 
 def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
-    """Returns x as a product: its coefficient, its factors and its own labels."""
+    """Returns the coefficient, the labeled factors and the axis labels of x as a product."""
     out = tuple(range(x.rank))
     if x.op != "einsum":
         return 1.0, [(x, out)], out
@@ -49,12 +49,12 @@ def contracts(x: Expr) -> bool:
 
 
 def is_wrapper(x: Expr) -> bool:
-    """Returns whether x is another array transposed, broadcast or scaled."""
+    """Returns whether x is a transpose, a broadcast or a scalar multiple of another array."""
     return x.op == "einsum" and len(x.args) == 1 and not contracts(x)
 
 
 def opened(x: Expr, names: Labels, mark: int) -> list[Entry]:
-    """Returns the factors of x with its axes renamed to `names`; `mark` tags summed axes."""
+    """Returns the factors of the einsum x with axis labels `names`; `mark` tags summed axes."""
     known: dict[Any, Any] = dict(enumerate(names))
     name = lambda l: known.setdefault(l, ("summed", mark, l))
     return [(f, tuple(map(name, own))) for f, own in zip(x.args, x["labels"], strict=True)]
@@ -68,8 +68,8 @@ def product(
 ) -> Expr:
     """Returns the canonical einsum of factors; the axis labels of a factor are distinct.
 
-    out: The distinct labels of the result.
-    shape: The lengths of the axes of the result; by default taken from the factors.
+    out: The distinct axis labels of the result.
+    shape: The axis lengths of the result; by default the axis lengths of the factors.
     """
     out = tuple(out)
     size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
@@ -89,23 +89,23 @@ def product(
     for entry in [e for e in factors if e[0].op == "one_hot"]:
         axis = entry[1][-1]
         if axis not in out and [n for _, names in factors for n in names].count(axis) == 1:
-            factors.remove(entry)  # the sum over its axis is 1
+            factors.remove(entry)  # a one-hot vector sums to 1
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # no factor has the axis
+        coefficient *= size[name]  # a sum over an axis without factors
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, [size[n] for n in out])
     if len(factors) == 1 and coefficient == 1 and factors[0][1] == out:
         return factors[0][0]
     factors.sort(key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
-    if not used <= set(out):  # the contraction without coefficient and broadcasts
+    if not used <= set(out):  # separate the contraction from the coefficient
         kept = tuple(n for n in out if n in used)
         core = _einsum(factors, kept, size)
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # factors that determine the axes' order
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # factors of high rank set the axis order
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
         factors = [(_einsum(factors, kept, size), kept)]
@@ -136,7 +136,7 @@ def _flattened(
 
 
 def _stays_whole(x: Expr) -> bool:
-    """Returns whether x is an elementwise product that stays whole inside of a contraction.
+    """Returns whether x is an elementwise product that a contraction does not split into factors.
 
     The product is split if it is broadcast, or if the sum can eliminate some of its factors.
     """
@@ -152,7 +152,7 @@ def _stays_whole(x: Expr) -> bool:
 
 
 def _with_powers(entries: list[Entry]) -> list[Entry]:
-    """Combines equal factors with equal labels to powers."""
+    """Combines equal factors with equal axis labels into powers."""
     powers: dict[Entry, Any] = {}
     for factor, names in entries:
         is_power = factor.op == "power"
@@ -172,7 +172,7 @@ def _einsum(
     own = expressions.COMPLEX if isinstance(coefficient, complex) else REAL
     kind = widest(*(f.kind for f, _ in entries), own)
     if len(entries) == 1 and coefficient == 1 and set(entries[0][1]) <= set(out):
-        kind = entries[0][0].kind  # a transposed index stays integer
+        kind = entries[0][0].kind  # transposed integer indices stay integer
     args, shape = (f for f, _ in entries), (size[n] for n in out)
     return expr("einsum", args, shape, kind, labels=labels, coefficient=coefficient)
 
@@ -186,7 +186,7 @@ def scale(coefficient: Any, x: Expr) -> Expr:
 
 
 def times(*factors: Expr) -> Expr:
-    """Returns the elementwise product, broadcast as in NumPy."""
+    """Returns the elementwise product of arrays, with NumPy broadcasting."""
     rank = max(f.rank for f in factors)
     return product([(f, range(rank - f.rank, rank)) for f in factors], range(rank))
 
@@ -198,13 +198,13 @@ def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) 
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
-    """Restricts x to the axes `kept`; x must be broadcast along all other axes."""
+    """Removes all axes of x except `kept`; x must be broadcast along the removed axes."""
     coefficient, entries, _ = parts(x)
     return product(entries, kept, [x.shape[a] for a in kept], coefficient)
 
 
 def with_factors(x: Expr, factors: Iterable[Expr], coefficient: Any) -> Expr:
-    """Replaces the factors of a product."""
+    """Returns the product x with other factors and the same labels."""
     return product(zip(factors, x["labels"], strict=True), range(x.rank), x.shape, coefficient)
 
 
@@ -217,7 +217,7 @@ def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
 
 
 def swap(x: Expr) -> Expr:
-    """Exchanges the last two axes."""
+    """Exchanges the last two axes of x."""
     return transpose(x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 
@@ -241,7 +241,7 @@ def centred(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
-    """Inserts axes of length 1 at the given positions of the result."""
+    """Inserts axes of length 1 at positions `axes` of the result."""
     axes, lengths = set(axes), iter(x.shape)
     shape = [1 if a in axes else next(lengths) for a in range(x.rank + len(axes))]
     return spread(x, axes, shape)
@@ -254,7 +254,7 @@ def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
 
 
 def einsum(subscripts: str, *xs: Expr) -> Expr:
-    """Implements numpy.einsum with an explicit output."""
+    """Implements numpy.einsum with explicit output labels."""
     left, out = subscripts.replace(" ", "").split("->")
     return product(zip(xs, left.split(","), strict=True), out)
 
@@ -269,7 +269,7 @@ def matmul(a: Expr, b: Expr) -> Expr:
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
-    """Reshapes in row-major order; products remove and insert axes of length 1."""
+    """Reshapes x in row-major order; adds and removes length-1 axes by products."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -289,7 +289,7 @@ def reshape(x: Expr, shape: Iterable[int]) -> Expr:
 
 
 def add(terms: Sequence[Expr]) -> Expr:
-    """Adds terms of one shape; collects like terms and factors out common factors."""
+    """Adds terms of equal shape; collects like terms and factors out common factors."""
     if len(terms) == 1:
         return terms[0]
     shape = terms[0].shape
@@ -304,7 +304,7 @@ def add(terms: Sequence[Expr]) -> Expr:
 
 
 def summands(x: Expr) -> list[Expr]:
-    """Returns the terms of a sum, possibly scaled, transposed or broadcast, or x alone."""
+    """Returns the terms of x if x is a (scaled, transposed or broadcast) sum, otherwise [x]."""
     if x.op == "add":
         return list(x.args)
     if is_wrapper(x) and x.args[0].op == "add":
@@ -328,7 +328,7 @@ def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
 
 
 def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
-    """Factors common factors, a common coefficient and common broadcasts out of a sum."""
+    """Moves common factors, coefficients and broadcasts out of a sum."""
     kept = sorted(set().union(*map(varying, terms)))
     if len(kept) < len(shape):
         return broadcast(add([drop_axes(t, kept) for t in terms]), shape, kept)
@@ -354,7 +354,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 
 def plus(*terms: Expr) -> Expr:
-    """Returns the sum, broadcast as in NumPy."""
+    """Returns the elementwise sum of arrays, with NumPy broadcasting."""
     shape = np.broadcast_shapes(*(t.shape for t in terms))
     return add([broadcast(t, shape) for t in terms])
 
@@ -363,9 +363,9 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
-    """Applies an elementwise operation, broadcast as in NumPy; moves broadcasts outwards.
+    """Applies an elementwise operation with NumPy broadcasting; applies broadcasts last.
 
-    kind: The kind of the result; by default the widest kind of the arguments, at least real.
+    kind: The kind of the result; by default the promoted kind of the arguments, at least real.
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))
@@ -402,7 +402,7 @@ def power(x: Expr, exponent: float) -> Expr:
 
 
 def conj(x: Expr) -> Expr:
-    """Returns the complex conjugate, moved to the leaves."""
+    """Returns the complex conjugate of x; conjugates the leaves of compositions."""
     if not x.is_complex:
         return x
     if x.op == "conj":
@@ -415,17 +415,17 @@ def conj(x: Expr) -> Expr:
 
 
 def real(x: Expr) -> Expr:
-    """Returns the real part."""
+    """Returns the real part of x."""
     return _part(x, 0)
 
 
 def imag(x: Expr) -> Expr:
-    """Returns the imaginary part."""
+    """Returns the imaginary part of x."""
     return _part(x, 1)
 
 
 def _part(x: Expr, which: int) -> Expr:
-    """Returns the real (0) or imaginary (1) part."""
+    """Returns the real part (0) or the imaginary part (1) of x."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
     c = x.get("coefficient", 1j)  # of a product
@@ -435,7 +435,7 @@ def _part(x: Expr, which: int) -> Expr:
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
-    """Removes axes of length 1."""
+    """Removes length-1 axes from x."""
     kept = [a for a in range(x.rank) if a not in axes]
     if x.op == "einsum":
         return drop_axes(x, kept)

@@ -1,14 +1,13 @@
-"""Separate real and imaginary parts, combined to complex arrays.
+"""Combines separate real and imaginary parts into complex arrays.
 
-A program with separate X_re and X_im has an adjoint with twice as many lines. With
-X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools'
-convention), and the two lines become a single line, such as I_bar = W^H O_bar. This module
-substitutes::
+The adjoint of a program with separate X_re and X_im has twice as many lines. With X = X_re + i X_im
+the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools' convention), and the
+two lines become a single line, such as I_bar = W^H O_bar. This module substitutes::
 
     X_re = (X + X*) / 2        X_im = (X - X*) / 2i
 
-expands products, and collects like terms. The result is used only if it agrees with the gradients
-of the parts at a random point.
+Products are expanded and like terms are collected. The result is used only if it agrees with the
+gradients of the parts at a random point.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST_TERMS = 64
 
 @dataclass(frozen=True)
 class ComplexPair:
-    """Two arrays that are the parts of one complex array, and the complex array with its name."""
+    """The real and imaginary parts of an array, and the complex array `whole` with its name."""
 
     name: str
     real: Expr
@@ -78,7 +77,7 @@ def in_complex_numbers(
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
-    """Returns the terms of a polynomial in the parts; None for other or long expressions."""
+    """Returns the terms of a polynomial in the parts, or None if x is not a short polynomial."""
     terms = dict(known)
     for y in order([x]):
         if y in terms:

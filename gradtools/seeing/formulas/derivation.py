@@ -1,4 +1,4 @@
-"""`Formula`: a program and its adjoint as text, as LaTeX and in notebooks."""
+"""`Formula` represents a program and its adjoint, with text, LaTeX and notebook output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 
-Results = list[tuple[Expr, Written]]  # expressions with their names
+Results = list[tuple[Expr, Written]]  # results as expressions with their names
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Agreement:
     """The result of a comparison with automatic differentiation; truthy if all numbers agree.
 
     Attributes:
-        agrees: Whether all numbers agree.
-        error: The greatest relative error.
+        agrees: Whether all numbers agree within the tolerance.
+        error: The largest relative error of an entry.
         where: The first differing entry, such as "x̄[0, 2]"; empty if all entries agree.
-        framework: The framework's value of this entry.
-        derivation: The compared value of this entry.
-        message: The result as text.
+        framework: The value of this entry by automatic differentiation.
+        derivation: The value of this entry in the formula or derivation.
+        message: The text that `str` returns.
     """
 
     agrees: bool
@@ -47,22 +47,22 @@ class Agreement:
 
 
 class Formula:
-    """A program and its derivatives as mathematics.
+    """A program and its derivatives, written as mathematics.
 
     Args:
-        recorded: The program. The inputs are followed by differentiated captured arrays.
+        recorded: The recorded program, with inputs followed by differentiated captured arrays.
         order: 1, or 2 with the double backward.
         active: The positions of the differentiated inputs.
 
     Attributes:
         inputs: The names of the inputs.
         gradients: The names of the gradients.
-        marked: The operations that are written by their names.
-        check: The comparison with automatic differentiation.
+        marked: The names of operations that are written by name, such as "solve".
+        check: The result of the comparison with automatic differentiation.
     """
 
     check: Agreement | None = None
-    compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
+    compare: Callable[..., Agreement] | None = None  # implements `agrees_with`
 
     def __init__(self, recorded: Recorded, order: int, active: Sequence[int]) -> None:
         inputs = recorded.opened
@@ -90,7 +90,7 @@ class Formula:
             both, _ = adjoint(grads, directions, xs)
             written = [Written(f"∂s/∂{self._names[x].text}") for x in xs]
             self._second = list(zip(both, written, strict=True))
-        self.places = (inputs, cotangents, directions)  # the arguments of the results
+        self.places = (inputs, cotangents, directions)  # placeholders on which the results depend
         self.results = (self._outputs, self._gradients, self._second)
         self._in_complex_numbers(dict(zip(sources, grads, strict=True)))
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
@@ -99,7 +99,7 @@ class Formula:
         self.gradients = tuple(name.text for _, name in self._gradients)
 
     def _introduced(self, what: str, like: Expr, name: Written) -> Expr:
-        """Creates a placeholder with the shape and kind of `like`, and sets its name."""
+        """Creates a named placeholder with the shape and kind of `like`."""
         result = placeholder(what, like.shape, like.kind)
         self._names[result] = name
         return result
@@ -110,7 +110,7 @@ class Formula:
         self._pairs = [p for p, _ in found]
         self._names.update({p.whole: ts.symbol(p.name) for p in self._pairs})
         self._whole = [(x, ts.bar(self._names[p.whole])) for p, x in found if x is not None]
-        if found:  # the last pair contains cotangents
+        if found:  # the last pair is the output cotangents
             self._names[self._pairs[-1].whole] = ts.bar(ts.symbol(self._pairs[-1].name))
 
     # Reading.
@@ -129,11 +129,11 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of the program (0), its adjoint (1), or the adjoint's adjoint (2)."""
+        """Returns the lines of the program (0), the adjoint (1) or the second adjoint (2)."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:
-        """Formats the formula in LaTeX: one ``aligned`` per part, and one for definitions."""
+        """Returns the formula in LaTeX: ``aligned`` blocks for each part and the definitions."""
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
@@ -148,7 +148,7 @@ class Formula:
 
     @cached_property
     def _statements(self) -> Statements:
-        """The lines of all parts."""
+        """Returns the lines of the program and its adjoints."""
         barred = ", ".join(self._names[p].text for p in self.places[1])
         sections = [
             Section("the program", "", self._outputs),
@@ -165,7 +165,7 @@ class Formula:
         return Statements(sections, self._names, self._table)
 
     def _legend(self) -> list[str]:
-        """Lists the leaves' spaces (x ∈ ℝ^(i×j)), the constants and the axis lengths."""
+        """Returns the declarations of leaves (x ∈ ℝ^(i×j)), constants and axis lengths."""
         written = self._statements
         used = {*written.values, *self._inputs}
         sizes: dict[str, int] = {}
@@ -186,21 +186,22 @@ class Formula:
     def agrees_with(
         self, derivation: Callable[..., Any], *, tolerance: float | None = None
     ) -> Agreement:
-        """Compares a derivation by hand with the framework's vjp, also at random points.
+        """Compares a manual derivation with the framework's vjp, also at random points.
 
         Args:
             derivation: A function of the inputs, then of one cotangent for each output, then (at
-                order 2) of the directions. It returns the cotangents of the differentiated inputs
-                in order (at order 2, the results of the last section). A single result need not
-                be a tuple; None means zero.
+                order 2) of the directions. The function returns the cotangents of the
+                differentiated inputs in order (at order 2, the results of the last section). A
+                single cotangent need not be in a tuple; None means zeros.
             tolerance: The allowed relative error; by default the tolerance of f's precision.
 
         Returns:
-            An `Agreement`, truthy if they agree, with the first differing entry.
+            An `Agreement`, which is truthy if the results agree and contains the first differing
+            entry.
 
         Raises:
-            GradtoolsError: `derivation` returns a wrong number of cotangents. Errors of
-                `derivation` are propagated.
+            GradtoolsError: The function `derivation` returns a wrong number of cotangents. Errors
+                of `derivation` are propagated.
         """
         assert self.compare is not None
         return self.compare(derivation, tolerance)

@@ -1,17 +1,17 @@
 """Hash-consed expressions: the representation in which programs are differentiated and written.
 
-An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are one
-object (hash consing), so common subexpressions are found by identity. Inputs are placeholders.
+An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are the
+same object (hash consing), so common subexpressions are identical. Inputs are placeholders.
 
-Products, sums over axes, broadcasts, transposes, traces and diagonals are all one operation,
-``einsum``: a coefficient times factors, each with labels for its axes. Labels that are not in the
-result are summed over; labels of the result that no factor has are broadcast::
+Products, sums over axes, broadcasts, transposes, traces and diagonals are the single operation
+``einsum``: a coefficient times factors with axis labels. Labels that are not in the result are
+summed over; the result is broadcast along labels that no factor has::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 
-`OPERATIONS` defines the other operations: how each is evaluated, differentiated and written. An
-operation that is not registered keeps its name (`opaque.py`). Everything is evaluated in
-float64, complex128 and int64.
+`OPERATIONS` defines the evaluation, derivative and notation of the other operations. An operation
+that is not registered is written by name (`opaque.py`). Expressions are evaluated in float64,
+complex128 and int64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 class Expr:
     """A value of a program; immutable, created by `expr`."""
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these methods are set by `algebra.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # operators are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -59,8 +59,8 @@ class Expr:
         self.attributes = attributes  # static parameters, as sorted pairs
         # An opaque operation has the kind "several"; its outputs are separate expressions.
         self.shape, self.kind = shape, kind
-        self.serial = next(_serial)  # increases with each construction
-        # The sort key of factors and terms; constants come last.
+        self.serial = next(_serial)  # increases with each new Expr
+        # `turn` is the sort key of factors and terms; constants come last.
         constant = op != "placeholder" and all(a.turn[0] for a in args)
         self.turn: tuple[bool, int] = (constant, self.serial)
 
@@ -68,32 +68,32 @@ class Expr:
         return dict(self.attributes)[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns an attribute, or the default."""
+        """Returns the attribute `name` of the expression, or `default`."""
         return dict(self.attributes).get(name, default)
 
     @property
     def rank(self) -> int:
-        """The number of axes."""
+        """Returns the number of axes."""
         return len(self.shape)
 
     @property
     def is_complex(self) -> bool:
-        """Whether the values may be complex."""
+        """Returns whether the kind is complex."""
         return self.kind == COMPLEX
 
     @property
     def is_constant(self) -> bool:
-        """Whether the expression is independent of all placeholders."""
+        """Returns whether the expression is independent of all placeholders."""
         return self.turn[0]
 
     @property
     def is_inexact(self) -> bool:
-        """Whether the expression is real or complex, so that it can have a derivative."""
+        """Returns whether the kind is real or complex, which have derivatives."""
         return self.kind in (REAL, COMPLEX)
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """Returns the expression with the given parts; equal parts give the same object."""
+    """Returns the expression with this operation and arguments; equal calls return one object."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -120,7 +120,7 @@ def kind_of(dtype: Any) -> str:
 
 
 class ArrayValue:
-    """A hashable array for attributes, compared by its bytes."""
+    """An immutable array for expression attributes, hashed and compared by its bytes."""
 
     def __init__(self, array: Any):
         self.array = np.array(array)
@@ -138,7 +138,7 @@ _fresh = itertools.count()
 
 
 def placeholder(name: str, shape: Iterable[int], kind: str = REAL) -> Expr:
-    """Returns a new input, distinct from all others."""
+    """Returns a new placeholder, which is distinct from all other placeholders."""
     return expr("placeholder", (), shape, kind, name=name, number=next(_fresh))
 
 
@@ -173,7 +173,7 @@ def tidy(value: Any) -> Any:
 
 
 def full(value: Any, shape: Sequence[int]) -> Expr:
-    """Returns a constant array of this shape: a product without factors."""
+    """Returns a constant array of the given shape: a product without factors."""
     c = tidy(value.item() if hasattr(value, "item") else value)
     kind = COMPLEX if isinstance(c, complex) else REAL
     return expr("einsum", (), shape, kind, labels=(), coefficient=c)
@@ -204,11 +204,11 @@ def is_zero(x: Expr) -> bool:
 class Operation:
     """The evaluation, derivative and notation of an operation."""
 
-    # Evaluates in NumPy, from the expression and the arguments' values.
+    # Computes the NumPy value from the expression and the values of its arguments.
     evaluate: Callable[..., Any]
-    # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
+    # Maps the expression, its cotangent and its arguments to the cotangents of the arguments.
     pullback: Callable[..., Sequence[Expr | None]] | None = None
-    form: Callable[[Writer, Expr], Written] | None = None  # None writes the name and the arguments
+    form: Callable[[Writer, Expr], Written] | None = None  # None writes name(arguments)
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -1,10 +1,10 @@
-"""The public operator `formula`, which writes derivatives as mathematics, and its check.
+"""Public operator `formula`, which writes derivatives as mathematics and checks them.
 
 A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
-Before the formula is returned it is evaluated in NumPy and compared with the framework's own
-automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. The
-comparison uses the precision of f, the given arguments, and random points near the arguments at
-which f runs the same program. Derivations by hand are compared with the framework in the same way.
+The formula is evaluated in NumPy and compared with the framework's derivatives of f (reverse mode;
+reverse over reverse at order 2) before it is returned. The comparison uses the precision of f, the
+given arguments, and random points near the arguments at which f runs the same program. The user's
+manual derivations are compared with the framework in the same way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
 _STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relative distances
-# By precision: the allowed relative error of order 1, and the scale of smaller arrays relative to
-# the greatest number (see `compared`).
+# For each precision: `tolerance` at order 1, and `floor` (see `compared`).
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
 _NARROW = {REAL: np.float32, COMPLEX: np.complex64}
 Arrays = Sequence[Any]
@@ -36,7 +35,7 @@ Point = tuple[Arrays, Arrays, Arrays]  # inputs, cotangents and directions
 
 
 class Formulating(Operators):
-    """The operator `formula`, bound to one backend."""
+    """Defines `formula` for one backend, PyTorch or JAX."""
 
     def formula(
         self,
@@ -46,19 +45,19 @@ class Formulating(Operators):
         argnums: int | tuple[int, ...] = 0,
         **kwargs: Any,
     ) -> Formula:
-        """Writes the adjoint program of f as mathematics, checked by automatic differentiation.
+        """Writes the adjoint of f as mathematics, and checks it against automatic differentiation.
 
         With y = f(x), the cotangent of x is written x̄. At order 2 the adjoint program is
-        differentiated once more, along a direction u for each cotangent of an input::
+        differentiated once more, with a direction u for each input cotangent x̄::
 
             order 1    x, ȳ     ->  x̄ = Jᴴ ȳ
             order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
 
         The formula is evaluated at random points near the arguments and compared with the
-        framework's derivatives; if they differ, an error is raised. Captured arrays, parameters
-        included, keep their values at these points. The formula describes one run of f, with the
-        branches that Python's ``if`` took. Convolutions, linear algebra, loops and other operations
-        outside of the vocabulary keep their names, and their adjoints are their vjps.
+        framework's derivatives; if they differ, an error is raised. Captured arrays and parameters
+        have the same values at all points. The formula describes one run of f, with the branches
+        that Python's ``if`` took. Convolutions, linear algebra, loops and other operations outside
+        of the vocabulary are written by name, and their adjoints as vjps.
 
         Args:
             f: A function of pytrees of arrays, or a module. Inputs are named after f's
@@ -66,14 +65,14 @@ class Formulating(Operators):
             *args: Arguments of f; arrays of any shape and dtype.
             order: 1, or 2 with the double backward.
             argnums: The position of the differentiated argument, or a tuple of positions; the
-                leaves are floating or complex. In PyTorch captured parameters that require grad
-                are differentiated as well, and ``argnums=()`` differentiates these alone.
+                leaves are floating or complex. In PyTorch, captured parameters that require grad
+                are also differentiated; ``argnums=()`` differentiates only captured parameters.
             **kwargs: Keyword arguments of f.
 
         Returns:
             A `Formula`, printed by ``str()``, ``.latex()`` and notebooks. ``.marked`` lists the
             operations that are written by their names, ``.check`` is the result of the comparison,
-            and ``.agrees_with(derivation)`` compares a derivation by hand with the framework's vjp.
+            and ``.agrees_with(derivation)`` compares a manual derivation with the framework's vjp.
 
         Raises:
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
@@ -94,7 +93,7 @@ class Formulating(Operators):
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
-        # f's parameter names; x for an argument without a name
+        # Use the names of f's parameters, or x for an unnamed argument.
         alone = not any("argument 1" in name for name in program.names)
         x = "x" if alone else r"x\1"
         program.names = [re.sub(r"^argument (\d+)", x, n) for n in spoken(f, program.names)]
@@ -102,13 +101,13 @@ class Formulating(Operators):
 
 
 class _Comparison:
-    """The formula of one recorded run of f, and its comparison with automatic differentiation."""
+    """Compares the formula of one recorded run of f with automatic differentiation."""
 
     def __init__(self, program: LeafProgram, order: int) -> None:
         self.program, self.order, self.backend = program, order, program.backend
         self.programs = program.framework.translating
-        self.points: list[Point] = []  # the points at which the formula agrees
-        self.places = ""  # a description of these points
+        self.points: list[Point] = []  # points where the formula agrees
+        self.places = ""  # description of the points for messages
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
         captured = range(len(recorded.inputs), len(recorded.opened))
@@ -127,13 +126,14 @@ class _Comparison:
         self.tolerance = tolerance * (10 ** (order - 1) if self.single else 1)
 
     def shown(self) -> Formula:
-        """Returns the formula with the result of its comparison.
+        """Returns the formula with the result of the comparison in ``formula.check``.
 
-        The formula is compared at the given arguments and at random points near them. Points at
-        which f is undefined or a number is not finite are replaced by nearer points.
+        The formula is compared at the given arguments and at random points near them. Random points
+        at which f raises an error or a number is not finite are replaced by nearer points.
 
         Raises:
-            GradtoolsError: The numbers differ, or no number is finite and nothing was compared.
+            GradtoolsError: The formula differs from automatic differentiation, or the numbers are
+                not finite at any point.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)
@@ -149,10 +149,10 @@ class _Comparison:
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        note = "" if near else "; nearby f is not defined or runs another program"
+        note = "" if near else "; at nearby points f is undefined or runs another program"
         if not agrees_here:
-            note = "; but not at the given arguments, which are at a tie, at an edge or where a "
-            note += f"number is not finite{'' if at_given else f': {at_given}'}"
+            note = "; but not at the given arguments, where f is not differentiable or a number "
+            note += f"is not finite{'' if at_given else f': {at_given}'}"
         places = ["the arguments"] * agrees_here
         places += [f"{len(near)} random point{'s' * (len(near) > 1)}"] * bool(near)
         self.places = " and ".join(places)
@@ -162,13 +162,13 @@ class _Comparison:
         return self.formula
 
     def _compared_nearby(self, rng: np.random.Generator) -> list[Agreement]:
-        """Compares at random points near the arguments, at which f runs the same program."""
+        """Compares the formula at random nearby points at which f runs the same program."""
         results: list[Agreement] = []
         for step in _STEPS:
             point = self._point(rng, step)
             try:
                 theirs = self._numbers(point)
-            except GradtoolsError:  # f may be undefined there
+            except GradtoolsError:  # f may be undefined at the point
                 continue
             if not all_finite(chain(*theirs)):
                 continue
@@ -205,7 +205,7 @@ class _Comparison:
         return compared(texts, theirs, ours, self.tolerance, self.floor, ours, "formula")
 
     def with_derivation(self, derivation: Callable[..., Any], tolerance: float | None) -> Agreement:
-        """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
+        """Compares a manual derivation with the framework's vjps; see `Formula.agrees_with`."""
         formula = self.formula
         names = [name.text for _, name in formula.results[self.order]]
         tolerance = self.tolerance if tolerance is None else tolerance
@@ -231,7 +231,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
     def _point(self, rng: np.random.Generator, step: float) -> Point:
-        """Draws inputs at a relative distance from the arguments, and cotangents and directions."""
+        """Draws cotangents, directions, and inputs at relative distance `step` to the arguments."""
         own = len(self.program.leaves)
         inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
 
@@ -255,7 +255,7 @@ class _Comparison:
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
     def _numbers(self, point: Point) -> Sequence[Arrays]:
-        """Returns the framework's outputs, gradients and, at order 2, their derivatives."""
+        """Returns the framework's outputs, gradients and, at order 2, the double backward."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         try:
             return self.programs.differentiated(self.program, self.recorded, self.active, at)
@@ -270,13 +270,13 @@ class _Comparison:
 
 
 def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
-    """Combines several results to one agreement."""
+    """Combines agreements at several points into one `Agreement`."""
     error = max(result.error for result in results)
     return Agreement(True, error, message=f"{said} (greatest relative error {error:.1e}){note}")
 
 
 def _differs(result: Agreement) -> str:
-    """Returns the message of the error that is raised instead of returning a wrong formula."""
+    """Returns the error message for a formula that differs from automatic differentiation."""
     return f"formula: {result}; the formula is not shown. Please report the function"
 
 
@@ -291,11 +291,11 @@ def compared(
 ) -> Agreement:
     """Compares each array of `mine` with the framework's array; None means zero.
 
-    An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
-    `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a
-    bias before batch normalization is 0 and is computed as 1e-17.
+    The error of an array is relative to its largest absolute value, but at least to `floor` times
+    the largest number in `scale`. Smaller arrays may contain only rounding errors: the gradient of
+    a bias before batch normalization is 0 but is computed as 1e-17.
 
-    who: The source of `mine`, for the message.
+    who: The noun for `mine` in the message, such as "formula".
     """
     greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
     arrays = map(np.asarray, scale)
@@ -330,7 +330,7 @@ def all_finite(arrays: Iterable[Any]) -> bool:
 
 
 def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
-    """Returns an array near x: entries times e**(step n), zeros plus step n."""
+    """Returns x * exp(step * n) with random n; replaces zeros with step * n."""
     if x.dtype.kind not in "fc" or not step:
         return x
     n = rng.normal(size=x.shape)

@@ -1,7 +1,8 @@
 """Opaque operations, which formulas write by name and the framework computes.
 
-Convolutions, Fourier transforms, loops and functions with a custom rule are opaque. Their adjoint
-is written as a vjp. The framework computes the operation, the vjp and the adjoint of the vjp::
+Convolutions, Fourier transforms, loops and functions with a custom rule are opaque. The adjoint of
+an opaque operation is written as a vjp. The framework computes the operation, the vjp and the
+adjoint of the vjp::
 
     y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
 """
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueFunction:
-    """A function of NumPy arrays that the framework computes, and its vjp."""
+    """A function of NumPy arrays that PyTorch or JAX evaluates and differentiates."""
 
     backend: Backend
-    run: Callable[..., Sequence[Any]]  # maps arrays of the framework to arrays of the framework
+    run: Callable[..., Sequence[Any]]  # maps framework arrays to framework arrays
     likes: Sequence[Any]  # an array of each operand's dtype and device; None for any dtype
-    moving: tuple[bool, ...]  # which operands have a derivative
+    moving: tuple[bool, ...]  # whether each operand has a derivative
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
-        """Returns the outputs as NumPy arrays."""
+        """Evaluates the function; returns the outputs as NumPy arrays."""
         backend, first = self.backend, next((x for x in self.likes if x is not None), None)
         pairs = zip(values, self.likes, strict=True)
         typed = lambda v, like: backend.cast(np.array(v), like)
@@ -70,9 +71,9 @@ def by_name(
     kernel: OpaqueFunction,
     **about: Any,
 ) -> list[Expr]:
-    """Returns the outputs of an opaque operation; `outputs` contains their shapes and kinds.
+    """Returns the outputs of an opaque operation, given the shape and kind of each output.
 
-    about: The data for the notation of an adjoint.
+    about: Attributes `of`, `level` and `places`, with which an adjoint is written.
     """
     call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, **about)
     return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]
@@ -95,7 +96,7 @@ def pulled_back(
         kernel.vjp([*given], wanted),
         of=len(args),
         level=call.get("level", 0) + 1,
-        # Indices among the operands that have a derivative; () if there is only one.
+        # Indices of `wanted` among the differentiable operands; () if there is only one.
         places=tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
     )
     return replaced_at([None] * len(args), wanted, pulled)

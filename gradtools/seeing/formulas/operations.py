@@ -1,8 +1,8 @@
-"""The table of operations: how each is computed in NumPy, differentiated and written.
+"""Table of operations, each with its NumPy value, pullback and notation.
 
-For a holomorphic function f the derivative f' is given as an expression of its value y and its
-argument x; the cotangent of x is conj(f') g. Other functions define their pullback. Selecting
-one entry of each row by a label is a product with a one-hot factor.
+For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
+the cotangent of x is conj(f') g. For other functions the table gives the pullback. Indexing each
+row by an integer label is a product with a one-hot factor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
-    """Registers an operation that NumPy computes from the arguments and the attributes."""
+    """Registers an operation whose NumPy function takes the arguments and the attributes."""
     operation(name, lambda y, *xs: evaluate(*xs, **dict(y.attributes)), pullback, **more)
 
 
 # --- functions of one argument
 
-# Definitions that are printed below formulas that use the name.
+# Definitions of function names, printed below the formulas that use them.
 DEFINITIONS = {
     "softplus": "softplus(x) := log(1 + e^x)",
     "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
@@ -40,7 +40,7 @@ DEFINITIONS = {
     "softmax": "softmaxᵢ(x) := e^x / Σᵢ e^x",
     "var": "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
 }
-# Each function's value in NumPy, and its derivative from the value y and the argument x.
+# Maps each elementwise function to its NumPy function and its derivative, given y and x.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
     "exp": (np.exp, lambda y, x: y),
     "log": (np.log, lambda y, x: x**-1),
@@ -61,8 +61,8 @@ for _name, (_value, _slope) in FUNCTIONS.items():
 
 
 def _write_sum(w: Writer, x: Expr) -> Written:
-    """Writes the terms: compositions first, then named values, then numbers."""
-    w.axes.letters(x)  # assigns the first letters to the axes of sums
+    """Writes a sum: first compositions, then named values, then numbers."""
+    w.axes.letters(x)  # a sum assigns the first axis letters
     rank = lambda a: 2 if constant_of(a) is not None else int(w.is_named(a))
     return ts.summed([w.write(a) for a in sorted(x.args, key=rank)])
 
@@ -70,7 +70,7 @@ def _write_sum(w: Writer, x: Expr) -> Written:
 def _write_power(w: Writer, x: Expr) -> Written:
     base, exponent = w.write(x.args[0]), x["exponent"]
     size, raised = abs(exponent), base
-    if size != 1:  # the power of a whole matrix is marked as elementwise
+    if size != 1:  # marks the power of an array as elementwise
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if exponent < 0 else raised
 
@@ -115,13 +115,13 @@ _entrywise(
 
 
 def stop(x: Expr) -> Expr:
-    """Returns x without a derivative (stop_gradient)."""
+    """Returns x with zero derivative, as stop_gradient does."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
 
 
 # --- comparison and choice
 
-# NumPy's function, the negated relation, and the printed sign.
+# Maps each relation to NumPy's function, the negated relation, and the printed sign.
 _RELATIONS = {
     "<": (np.less, ">=", "<"),
     "<=": (np.less_equal, ">", "≤"),
@@ -161,7 +161,7 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """Selects a where c is true, else b; returns a or b alone if c is constant."""
+    """Implements numpy.where(c, a, b); returns a or b if c is constant."""
     c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
@@ -174,8 +174,8 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
 
 
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
-    """Computes the coefficient times the einsum of the factors, broadcast to the shape."""
-    einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
+    """Evaluates an einsum: the coefficient times numpy.einsum, broadcast to the shape."""
+    einsum: Any = np.einsum  # NumPy's type stubs lack this form of einsum
     kept = [l for l in range(y.rank) if any(l in names for names in y["labels"])]
     numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
     pairs = zip(numbers, y["labels"], strict=True)
@@ -242,7 +242,7 @@ def _embedded(y: Expr, g: np.ndarray) -> np.ndarray:
 
 
 def _write_part(w: Writer, y: Expr) -> Written:
-    """Writes a part of an array in NumPy's notation, or an array of zeros outside of the part."""
+    """Writes a slice in NumPy's notation, or its adjoint, which pads with zeros."""
     (x,) = y.args
     pieces = []
     for (first, last, step), n in zip(y["bounds"], map(max, x.shape, y.shape), strict=True):
@@ -251,7 +251,7 @@ def _write_part(w: Writer, y: Expr) -> Written:
     at = ", ".join(pieces)
     if y.op == "slice":
         return Written(f"{w.operand(x).at(ts.ATOM).text}[{at}]")
-    w.note("into[...](x): zeros with x at these places")
+    w.note("into[...](x): an array of zeros with x at these indices")
     return Written(f"into[{at}]({w.operand(x).text})")
 
 
@@ -265,14 +265,14 @@ operation("into", _embedded, _adjoint_part, form=_write_part)
 # --- one entry of each row
 
 operation(
-    "one_hot",  # a last axis with 1 at i; a negative index counts from the end
+    "one_hot",  # appends an axis with 1 at i; a negative i counts from the end
     lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
     form=lambda w, x: ts.function("onehot", [w.write(x.args[0])]),
 )
 
 
 def one_hot(i: Expr, *, size: int) -> Expr:
-    """Appends an axis with 1 at i and 0 elsewhere."""
+    """Appends an axis of length `size` with 1 at index i and 0 elsewhere."""
     return expr("one_hot", (i,), (*i.shape, size), REAL, size=size)
 
 
@@ -294,7 +294,7 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
 
 
 def _write_along(w: Writer, y: Expr) -> Written:
-    """Writes a function, with its axes as a subscript unless it acts on all axes."""
+    """Writes a reduction or softmax with its axes as a subscript, if they are not all axes."""
     x, axes = y.args[0], y["axes"]
     letters = w.axes.unique(x)
     below = "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
@@ -326,7 +326,7 @@ def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
 
 
 def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
-    """Returns (g - mean g - y mean(y g)) / deviation."""
+    """Returns the cotangent of x: (g - mean(g) - y mean(y g)) / sqrt(var(x) + eps)."""
     inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
     return inner / (along("var", x, axes, keep=True) + y["eps"]) ** 0.5
 
@@ -336,8 +336,8 @@ _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
 _euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 _softmax = lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True))
 _pull_softmax = lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True))
-# Each function's value, from the argument and the axes, and its pullback, from the value and the
-# cotangent, both broadcast to the argument's shape.
+# Maps each function to its NumPy function of x and axes, and its pullback of y, g, x and axes, in
+# which y and g are broadcast to the shape of x.
 _ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr]]] = {
     "max": (np.max, _pull_extreme),
     "min": (np.min, _pull_extreme),
@@ -375,5 +375,5 @@ def along(
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
-    """Divides exp(x) by its sum along an axis; a scalar is an axis of length 1."""
+    """Divides exp(x) by its sum along an axis; a scalar counts as an axis of length 1."""
     return along("softmax", x, [axis]) if x.rank else expressions.full(1.0, ())

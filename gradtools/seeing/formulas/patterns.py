@@ -1,7 +1,7 @@
-"""Names for compositions: JAX composes operations for which PyTorch has a single call.
+"""Matches compositions, such as JAX's softmax, which PyTorch computes by a single operation.
 
-`named` replaces the result of an operation by a single named operation if it matches a composition;
-the named operation is then written and differentiated::
+`named` replaces an expression that matches a composition by a single named operation, which is then
+written and differentiated::
 
     log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
@@ -25,7 +25,7 @@ from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
-    """Returns the named operation if x is one of the compositions above, otherwise x."""
+    """Returns the named operation if x matches a composition of the table, otherwise x."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
         inner = algebra.drop_axes(x, kept)
@@ -53,7 +53,7 @@ def _without_shift(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
 
 
 def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
-    """Returns (c, z, axes), if x is c times the sum of z over axes."""
+    """Returns (c, z, axes) if x is c times the sum of z over axes, otherwise None."""
     c, entries, out = parts(x)
     core = product(entries, out, x.shape)
     if not algebra.contracts(core) or len(core.args) != 1 or core["coefficient"] != 1:
@@ -65,7 +65,7 @@ def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
 
 
 def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
-    """Returns (z, axes), if x is the sum, or the mean, of |z|**2 over axes."""
+    """Returns (z, axes) if x is the sum or mean of |z|**2 over axes, otherwise None."""
     c, power, axes = _summed(x) or (1, x, ())
     length = math.prod(power.shape[a] for a in axes) if of_mean else 1
     if not axes or isinstance(c, complex) or abs(c * length - 1) > 1e-6:
@@ -83,7 +83,7 @@ def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
-    """Returns the product x with a new factor in place of the factors `gone`."""
+    """Returns the product x with the factors `gone` replaced by one new factor."""
     c, entries, out = parts(x)
     return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 

@@ -1,7 +1,7 @@
-"""Reverse mode on expressions: a recorded program is transformed to its adjoint program.
+"""Reverse mode on expressions: transforms a recorded program to its adjoint program.
 
-The adjoint is also an expression, so it can be simplified, written, evaluated, and differentiated
-again (double backward)::
+The adjoint program consists of expressions, which can be simplified, written, evaluated, and
+differentiated again (double backward)::
 
     first order    x_bar = J^H g
     second order   the adjoint of <u, x_bar>, as a function of x and g
@@ -20,25 +20,25 @@ from gradtools.seeing.formulas.opaque import pulled_back
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """One run of a program."""
+    """One recorded run of a program, as expressions."""
 
-    inputs: tuple[Expr, ...]  # the placeholder of each leaf of the arguments
+    inputs: tuple[Expr, ...]  # one placeholder per leaf of the arguments
     outputs: tuple[Expr, ...]
     held: dict[Expr, Any] = field(default_factory=dict)  # maps captured values to their arrays
-    wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
-    captured: tuple[Any, ...] = ()  # the framework's arrays of the wanted values
+    wanted: tuple[Expr, ...] = ()  # captured values that require grad
+    captured: tuple[Any, ...] = ()  # the framework arrays of `wanted`
     dtypes: frozenset[str] = frozenset()  # the dtypes of floating and complex results
 
     @property
     def opened(self) -> tuple[Expr, ...]:
-        """The inputs, and the captured values that require grad."""
+        """Returns the inputs and the captured values that require grad."""
         return (*self.inputs, *self.wanted)
 
 
 def adjoint(
     outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
-    """Builds the adjoint program; visits values in reverse topological order.
+    """Builds the adjoint program in reverse topological order of the values.
 
     Returns:
         The cotangents of ``wrt``, and the cotangent of every intermediate value.
@@ -52,7 +52,7 @@ def adjoint(
     several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
 
     def contribute(x: Expr, g: Expr | None) -> None:
-        """Adds a cotangent of x, which is real if x is real."""
+        """Adds g to the cotangents of x; takes the real part if x is real."""
         if g is not None and x in active and not is_zero(g):
             gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
 

@@ -1,8 +1,9 @@
-"""Turns an adjoint program into lines of mathematics: which values get names, and their order.
+"""Writes a program and its adjoints as lines of mathematics; names intermediate values.
 
-A value gets a name if it is a result, if it is used more than once and is not short, or if a line
-would become too long. The name of a cotangent is the name of its primal value, with a bar. The name
-of a leaf is the shortest unique suffix of its path, such as ``argument 0['layers'][1].weight``.
+A value is named if it is a result, if its expression is long and used more than once, or if a line
+would otherwise be too long. The name of a cotangent is the name of its primal value, with a bar.
+The name of a leaf is the shortest unique suffix of its path, such as
+``argument 0['layers'][1].weight``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, or
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import Axes, Writer
 
-_LONG = 60  # characters; a longer part of a line gets its own line
+_LONG = 60  # maximum number of characters of an unnamed expression
 
 
 @dataclass
@@ -27,13 +28,13 @@ class Section:
     """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
 
     title: str
-    of: str  # the rest of the title, in mathematics
-    roots: list[tuple[Expr, Written]]  # the results, with their names
+    of: str  # the mathematical part of the title
+    roots: list[tuple[Expr, Written]]  # result expressions with their names
     lines: list[str] = field(default_factory=list)  # equations
 
 
 class Statements:
-    """Writes the lines of sections; a name has the same meaning in all of them."""
+    """Writes the lines of all sections, which share the names of values."""
 
     def __init__(
         self,
@@ -61,10 +62,10 @@ class Statements:
     # Names.
 
     def _name(self, roots: Sequence[tuple[Expr, Written]], cotangents: Mapping[Expr, Expr]) -> None:
-        """Names values; `cotangents` maps each value of the program to its cotangent."""
+        """Assigns names to values; `cotangents` maps each primal value to its cotangent."""
         names = self.writer.names
         self._taken |= {w.text for _, w in roots}
-        if len(self.sections) > 2:  # at order 2 the derivatives are of s
+        if len(self.sections) > 2:  # s is the differentiated scalar at order 2
             self._taken.add("s")
         for x, written in roots:
             if not _is_plain(x):
@@ -72,13 +73,13 @@ class Statements:
         self._bases["c"] = len(self.constants)
         for x in self.constants:
             names[x] = self._new("c")
-        primals: dict[Expr, Expr] = {}  # the primal value of each cotangent
+        primals: dict[Expr, Expr] = {}  # maps each cotangent to its primal value
         for v, c in cotangents.items():
             if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)
         repeated = self._repeated([x for x, _ in roots])
         values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
-        # Repeated values, and the primal values of repeated cotangents.
+        # Name repeated values and the primal values of repeated cotangents.
         wanted = [*(x for x in self.values if x in values), *repeated]
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
@@ -89,7 +90,7 @@ class Statements:
             else:
                 names[x] = barred
                 self._taken.add(barred.text)
-        for x in self.values:  # names for long parts of lines
+        for x in self.values:  # name long subexpressions
             unnamed = x not in names and not _is_plain(x) and not is_wrapper(x)
             if unnamed and len(self.writer.write(x).text) > _LONG:
                 names[x] = self._new(self._base(x))
@@ -101,7 +102,7 @@ class Statements:
             if not is_wrapper(x):
                 uses.update(map(_unwrapped, _operands(x)))
         result: list[Expr] = []
-        weights: dict[Expr, float] = {}  # the sizes of values as written; named values count 0
+        weights: dict[Expr, float] = {}  # lengths of the written values; named values count 0
         for x in self.values:
             own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
             own = 1 if x.op == "add" else own
@@ -114,7 +115,7 @@ class Statements:
         return result
 
     def _base(self, x: Expr) -> str:
-        """Returns a base name: by the operation for values of the program, T otherwise."""
+        """Returns a base name for x, which depends on the operation, such as e for exp."""
         if x.op in ("add", "einsum"):
             forward = any(a in self._forward for a in (x, *(x.args if is_wrapper(x) else ())))
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
@@ -134,7 +135,7 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section, done: set[Expr]) -> None:
-        """Writes named values, including results that other values use, then the other results."""
+        """Writes an equation for each named value, then for each result of the section."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}
@@ -163,7 +164,7 @@ def _is_plain(x: Expr) -> bool:
 
 
 def _operands(x: Expr) -> tuple[Expr, ...]:
-    """Returns the arguments of x, or of the opaque operation of which x is an output."""
+    """Returns the arguments of x, or of the opaque operation that computes x."""
     return x.args[0].args if x.op == "output" else x.args
 
 
@@ -177,7 +178,7 @@ def _unwrapped(x: Expr) -> Expr:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns the shortest unique suffixes of paths; numbers come last: 0.weight is weight_0."""
+    """Returns the shortest unique suffix of each path, with numbers last: weight_0 for 0.weight."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
     ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))
@@ -194,7 +195,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
-    """Returns names for the outputs that are not in `taken`."""
+    """Returns names for the outputs, avoiding the names in `taken`."""
     if len(outputs) == 1:
         (y,) = outputs
         wanted = ["L"] if not y.rank and not y.is_complex else []

@@ -1,7 +1,7 @@
-r"""Typesetting: mathematics as text for terminals, and the translation of that text to LaTeX.
+r"""Typesets mathematics as Unicode text, and translates the text to LaTeX.
 
-A `Written` piece has its text and the precedence of its outermost operator, so that brackets are
-added only if they are needed. `latex` translates the tokens of the text in order::
+A `Written` object contains a text and the precedence of its outermost operator, so brackets are
+added only where they are needed. `latex` translates the tokens of the text in order::
 
     z̄ = (exp(z) - y²) / 5       \bar{z} = (\operatorname{exp}(z) - y^{2}) / 5
 """
@@ -29,13 +29,13 @@ _GREEK = dict(zip(_NAMES.split(), "αβγδεζηθικλμνξπρστφχψω�
 
 @dataclass(frozen=True)
 class Written:
-    """A piece of mathematics, as text for terminals."""
+    """A mathematical expression as Unicode text, with the precedence of its operator."""
 
     text: str
     level: int = ATOM  # the precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM
 
     def at(self, level: int) -> Written:
-        """Adds brackets if the precedence is below this level."""
+        """Adds brackets if the precedence is below `level`."""
         return self if self.level >= level else bracket(self)
 
 
@@ -45,12 +45,12 @@ def bracket(x: Written) -> Written:
 
 
 def join(pieces: Iterable[Written], between: str, level: int) -> Written:
-    """Joins pieces with separators."""
+    """Joins `Written` pieces with a separator."""
     return Written(between.join(p.text for p in pieces), level)
 
 
 def symbol(name: str) -> Written:
-    """Formats a name: Greek words become letters, trailing digits or text after _ subscripts."""
+    """Formats a name: writes alpha as α, and trailing digits or text after _ as subscripts."""
     match = re.fullmatch(r"([^\W\d_]+)_?(\d+)", name) or re.fullmatch(r"([^\W\d_])_(\w+)", name)
     base, index = match.groups() if match else (name, "")
     return Written(_GREEK.get(base, base) + (below(index) if index else ""))
@@ -60,12 +60,12 @@ BAR, _OVERLINE = "\u0304", "\u0305"
 
 
 def has_bar(x: Written) -> bool:
-    """Returns whether a name has a bar, which marks cotangents."""
+    """Returns whether a name has a bar, as the names of cotangents have."""
     return BAR in unicodedata.normalize("NFD", x.text)
 
 
 def bar(x: Written) -> Written:
-    """Formats the cotangent of x: a bar over the letters of its name."""
+    """Formats the cotangent of x as the name of x with a bar."""
     text = unicodedata.normalize("NFD", x.text)
     head = re.match(r"[A-Za-zα-ωΑ-Ω]+", text)
     base = head.group() if head else text[:1]
@@ -80,7 +80,7 @@ def below(text: str) -> str:
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
-    """Formats a constant power, with the sign `mark` before the exponent."""
+    """Formats x to a constant power, with the sign `mark` before the exponent."""
     if exponent == 0.5:
         return Written(f"√{x.at(ATOM).text}", POWER)
     shown = number(exponent).text
@@ -95,7 +95,7 @@ def superscript(x: Written, mark: str) -> Written:
 
 
 def function(name: str, args: Iterable[Written], axes: str = "") -> Written:
-    """Formats a function of arguments, with its axes as a subscript."""
+    """Formats a function call, with the reduced axes as a subscript."""
     return Written(f"{name}{below(axes) if axes else ''}({join(args, ', ', SUM).text})")
 
 
@@ -134,7 +134,7 @@ _DECIMAL = (5, 10, 20, 100, 1000)  # denominators of numbers that are written as
 
 
 def halves(value: float) -> tuple[float, float]:
-    """Returns numerator and denominator of a fraction such as 2/5 or 1/√8, or (value, 1)."""
+    """Returns the numerator and denominator of a value such as 2/5 or 1/√8, or (value, 1)."""
     near, square = Fraction(value).limit_denominator(10**6), round(value**-2)
     if 0 < abs(near.numerator) < 10 and math.isclose(near, value, rel_tol=1e-14):
         return float(near.numerator), float(near.denominator)
@@ -176,7 +176,7 @@ _SIGNS |= {sign: rf"\{sign}" for sign in "#%&$_{}"}
 
 
 def latex(text: str) -> str:
-    """Converts a text of this notation to LaTeX."""
+    """Converts formula text to LaTeX."""
 
     def of_token(token: re.Match[str]) -> str:
         if token["open"]:  # a root or an exponent

@@ -1,8 +1,8 @@
-"""The vocabulary, which maps the graphs' neutral operation names to expressions.
+"""Vocabulary: maps framework-neutral operation names to functions that build expressions.
 
-Both frameworks' translators turn each recorded operation into a name, operands and attributes, as
-`gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
-outside of the vocabulary keeps its name (`opaque.py`).
+The PyTorch and JAX translators convert each recorded operation to a neutral name, operands and
+attributes, as `gradient_graph` prints them (`operands.py`); `translated` looks up the name. An
+operation outside of the vocabulary is opaque (`opaque.py`).
 
 Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` is one
 number; ``keep`` (default False) keeps a reduced axis with length 1; elementwise operations
@@ -34,14 +34,14 @@ from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
-    """Returns a power with a constant real exponent; None for other powers."""
+    """Returns a**b if b is a constant real exponent, otherwise None."""
     exponent = constant_of(b)
     shape = np.broadcast_shapes(a.shape, b.shape)
     return broadcast(a, shape) ** exponent if isinstance(exponent, float) else None
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
-    """Returns relu for the maximum with 0; None for other maxima."""
+    """Returns relu(a) for maximum(a, 0); None for other maxima."""
     a, b = (a, b) if constant_of(a) is None else (b, a)
     whole = broadcast(a, np.broadcast_shapes(a.shape, b.shape))
     return apply("relu", whole) if expressions.is_zero(b) else None
@@ -65,14 +65,14 @@ def _variance(
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
-    """Returns an explicit contraction; None with an ellipsis or a diagonal."""
+    """Returns an einsum with explicit output; None if subscripts have an ellipsis or a diagonal."""
     text = subscripts.replace(" ", "")
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
     return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
 
 
 def _norm(x: Expr, *, ord: Any = 2, p: Any = 2, **how: Any) -> Expr | None:
-    """Returns the Euclidean norm; None for other norms."""
+    """Returns the Euclidean norm of x; None for norms of other orders."""
     return _reduction("norm")(x, **how) if x.rank and ord == p == 2 else None
 
 
@@ -136,14 +136,14 @@ WORDS: dict[str, Callable[..., Any]] = {
     "log_softmax": lambda x, *, axis: x - along("logsumexp", x, [axis][: x.rank], keep=True),
 }
 
-Like = tuple[Sequence[int], str]  # the shape and the kind of a result
+Like = tuple[Sequence[int], str]  # shape and kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
-_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these map integers to integers
-_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these functions differ for x and x + 0i
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # map integers to integers
+_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # functions with other values at x + 0i
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
-    """Returns the expressions of an operation; None if the vocabulary lacks this call."""
+    """Returns the expressions of an operation; None if the vocabulary lacks the operation."""
     if name not in WORDS:
         return None
     try:
@@ -177,7 +177,7 @@ def translated(
 
     An integer result without an expression, such as the indices of a maximum, is None.
 
-    value_of: Computes an operand's numbers in this run.
+    value_of: A function that returns the NumPy value of an operand in this run.
     """
     if [kind for _, kind in likes] == [INTEGER] and (i := _unwrapped(name, operands, value_of)):
         return [i]

@@ -1,11 +1,11 @@
-"""Writes an expression as text.
+"""Writes expressions as mathematical text.
 
-Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
-over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
-that would be ambiguous, such as a product of arrays with three axes, is written as einsum.
+Matrix products are written by juxtaposition, elementwise products with a circled dot, and sums over
+axes with Σ and the letters of the axes. Letters identify axes, so a broadcast is not written. A
+product that would be ambiguous, such as a product of arrays with three axes, is written as einsum.
 
-A contraction is a chain of matrices if every summed label belongs to two factors, and following
-the labels leads from one axis of the result to the other.
+A contraction is written as a matrix product if each summed label belongs to two factors and the
+labels form a chain from one axis of the result to the other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Writer:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
-        self.notes: dict[str, None] = {}  # explanations of the notation that was used
+        self.notes: dict[str, None] = {}  # explanations of notation in use
         self.definitions: dict[str, None] = {}  # explanations of functions written by name
 
     def write(self, x: Expr) -> Written:
-        """Writes x as a whole array."""
+        """Writes x by its name, or else by its operation."""
         return self.names[x] if x in self.names else self.composed(x)
 
     def composed(self, x: Expr) -> Written:
@@ -49,11 +49,11 @@ class Writer:
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
-        """Returns whether x has a name, possibly transposed or scaled."""
+        """Returns whether x is a named value or a transpose or multiple of a named value."""
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
-        """Writes an operand of a function of whole arrays, in which broadcasting is explicit."""
+        """Writes an operand of a function of whole arrays, with explicit broadcasts."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
@@ -63,7 +63,7 @@ class Writer:
         return ts.function("repeat", [inner], "x".join(map(str, x.shape)))
 
     def note(self, text: str) -> None:
-        """Adds an explanation of the notation."""
+        """Adds an explanation of the notation to the formula's definitions."""
         self.notes[text] = None
 
     def transposed(self, x: Expr) -> Written:
@@ -73,7 +73,7 @@ class Writer:
         return ts.superscript(self.write(x), "ᵀ")
 
     def _product(self, x: Expr) -> Written:
-        """Writes a product: coefficient, scalars and factors with axes, over its divisors."""
+        """Writes a product of coefficient, scalars and arrays as a fraction."""
         f = _Factors(x, self.names)
         core, below = None, list[Written]()
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
@@ -110,7 +110,7 @@ class Writer:
         return ts.function("mean", [self.write(inner)], over if x.rank else "")
 
     def _matrices(self, f: _Factors) -> Written | None:
-        """Writes an array, an inner product or a product of matrices and vectors, or None."""
+        """Writes arrays as an inner product or matrix product; returns None for other products."""
         if f.below:
             return None
         if len(f.arrays) == 1 and not f.summed:
@@ -138,7 +138,7 @@ class Writer:
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def _aligned(self, f: _Factors) -> Written | None:
-        """Writes an elementwise product, summed over lettered axes; None if ambiguous."""
+        """Writes an elementwise product, with a sum over axes; returns None if it is ambiguous."""
         letters, factors = f.letters(self.axes), [*f.arrays, *f.below]
         clear = len(set(letters.values())) == len(letters)
         in_place = all(names == tuple(range(f.target.rank)) for _, names in factors)
@@ -146,7 +146,7 @@ class Writer:
         if not (spanned and clear if f.summed else clear or in_place):
             return None
         written: dict[Entry, Written] = {}
-        for a, names in factors:  # transposed if its axes are in another order
+        for a, names in factors:  # transpose if the axis order differs
             places = [f.reference.index(l) for l in names if l in f.out or len(factors) > 1]
             straight = places == sorted(places)
             if not straight and a.rank != 2:
@@ -189,10 +189,10 @@ _hadamard = partial(_multiplied, sign=" ⊙ ")
 
 
 class _Factors:
-    """A product's factors, sorted into numerator and denominator.
+    """The factors of a product, sorted into numerator and denominator.
 
-    Products among the factors are flattened, except named products and sums inside of elementwise
-    products. A sum of one array that is divided by its length is a mean.
+    Factors that are products are flattened, except named products, and sums inside of elementwise
+    products. A sum over axes divided by their length is written as a mean.
     """
 
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
@@ -212,7 +212,7 @@ class _Factors:
             else:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, next(marks)) + queue
-        # Factors without axes and with axes, each in the numerator and in the denominator.
+        # Scalars and arrays, each in the numerator and in the denominator.
         groups: list[list[Entry]] = [[], [], [], []]
         self.scalars, self.scalars_below, self.arrays, self.below = groups
         for f, names in self.entries:
@@ -238,7 +238,7 @@ class _Factors:
         return is_real and whole and length > 1 and abs(abs(self.coefficient) * length - 1) < 1e-12
 
     def letters(self, axes: Axes) -> dict[int, str]:
-        """Returns the letter of each label."""
+        """Maps each axis label to its letter."""
         result: dict[int, str] = {}
         for f, names in self.entries:
             for k, l in enumerate(names):
@@ -246,11 +246,11 @@ class _Factors:
         return result
 
 
-Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they are transposed
+Link = tuple[list[Expr], bool]  # factors, and whether their product is transposed
 
 
 def _chain(f: _Factors) -> list[Link] | None:
-    """Arranges factors as a product of two matrices or vectors; equal labels form one link."""
+    """Arranges factors as a product of two matrices or vectors; None if that is impossible."""
     groups: dict[Labels, list[Expr]] = {}
     for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
         groups.setdefault(names, []).append(a)
@@ -285,10 +285,10 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 class Axes:
     """Assigns letters to axes by union-find: axes that correspond get the same letter.
 
-    Axes of a sum correspond by position, axes of a product by their labels (see `_labels`). A class
-    of axes that correspond is one dimension of the problem, such as the batch or the classes.
+    Axes of a sum correspond by position, axes of a product by their labels (see `_labels`). Each
+    class of corresponding axes is one dimension of the problem, such as the batch axis.
 
-    taken: Letters that have another meaning.
+    taken: Letters that are already names of values.
     """
 
     def __init__(self, taken: Iterable[str]) -> None:
@@ -302,7 +302,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Unites axes of equal length that have the same label in an operation."""
+        """Assigns one letter to axes of equal length that have the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):
@@ -313,7 +313,7 @@ class Axes:
                         self._parent[new] = old
 
     def letter(self, x: Expr, axis: int) -> str:
-        """Returns the letter of an axis."""
+        """Returns the letter of an axis of x."""
         root = self._root((x, axis))
         if root not in self._letters:
             more = (f"{c}{n}" for n in itertools.count(1) for c in "ijklmn")
@@ -323,16 +323,16 @@ class Axes:
         return self._letters[root]
 
     def letters(self, x: Expr) -> tuple[str, ...]:
-        """Returns the letters of all axes; axes of one array that correspond share a letter."""
+        """Returns the letters of the axes of x; corresponding axes have equal letters."""
         return tuple(self.letter(x, a) for a in range(x.rank))
 
     def unique(self, x: Expr) -> tuple[str, ...]:
-        """Returns the letters of all axes, with primes for repeated letters."""
+        """Returns the letters of the axes of x, with primes for repeated letters."""
         return primed(self.letters(x))
 
 
 def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
-    """Maps each axis of each argument of y to the corresponding axis of y, or None."""
+    """Returns the axis of y that corresponds to each axis of each argument, or None."""
     if y.op == "einsum":
         return y["labels"]
     kept, axes = iter(range(y.rank)), y.get("axes", ())
@@ -343,14 +343,14 @@ def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
             return range(x.rank)
         if axes:  # a reduction
             return [None if a in axes else next(kept) for a in range(x.rank)]
-        # equally many entries precede corresponding axes of a reshape
+        # In a reshape, axes correspond if equally many entries precede them.
         return [place.get(prod(x.shape[:k])) for k in range(x.rank)]
 
     return [*map(of, y.args)]
 
 
 def primed(letters: Sequence[str]) -> tuple[str, ...]:
-    """Adds primes to repeated letters."""
+    """Adds primes to repeated letters: i, i'."""
     result: list[str] = []
     for letter in letters:
         while letter in result:

@@ -1,1 +1,1 @@
-"""Graphs of programs: nodes, recording, derivative flow, outlines and text output."""
+"""Gradient graphs: data structure, recording, derivative flow, layout and text output."""

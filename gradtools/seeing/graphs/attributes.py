@@ -1,8 +1,8 @@
-"""Formats the label of an operation: its operands in order, and its attributes.
+"""Formats the label of an operation: operands and attributes.
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 
-The label omits the shape attribute, because the output is printed with its shape.
+The label omits the shape attribute, because graphs print the shapes of outputs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from gradtools.seeing.graphs.nodes import Node
 
-_LEFT_OUT = ("shape", "name", "size", "rule")  # printed elsewhere in a box
+_LEFT_OUT = ("shape", "name", "size", "rule")  # printed elsewhere in the box of the node
 _WITHOUT_NAMES = ("dtype", "subscripts", "permutation")
 _LONGEST = 48
 
 
 def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) -> str:
-    """Formats a call as ``name(operands, attributes)``; `shape` is the first operand's."""
+    """Formats a node as ``name(operands, attributes)``; the first operand has shape `shape`."""
     attributes = node.attributes
     if "relation" in attributes and len(operands) == 2:
         return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
@@ -41,7 +41,7 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
 
 
 def text_of(value: Any) -> str:
-    """Formats an attribute's value, truncated to `_LONGEST` characters."""
+    """Formats the value of a node attribute, truncated to `_LONGEST` characters."""
     if isinstance(value, tuple):
         inner = ", ".join(map(text_of, value))
         text = f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -53,7 +53,7 @@ def text_of(value: Any) -> str:
 
 
 def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """Formats a slice in NumPy's notation, such as ``1:3, :``; dropped axes show their index."""
+    """Formats a slice in NumPy's notation, such as ``1:3, :``; a dropped axis is an index."""
     rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
     strides, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
@@ -82,7 +82,7 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
 
 
 def number_text(value: Any) -> str:
-    """Formats a number to six digits, an integer in full, and nested lists in brackets."""
+    """Formats a float with six digits, an integer with all digits, or a nested list."""
     if isinstance(value, list):
         return f"[{', '.join(map(number_text, value))}]"
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"

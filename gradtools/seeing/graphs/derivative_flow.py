@@ -1,22 +1,22 @@
-"""Dependence of each value of a graph on each other value: taint tracking with four strengths.
+"""Computes which values of a graph depend on each other: taint tracking with four strengths.
 
-The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is as
-strong as its weakest link, and two values depend as strongly as their strongest path::
+The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. The strength of
+a path is the minimum of its links, and the dependence of two values is the maximum over all paths::
 
     dependence(out, in) = max over paths of min over links
 
-The forward pass computes how strongly each value depends on an input, the backward pass how
-strongly the outputs depend on each value.
+`forward` computes how strongly each value depends on an input; `backward` computes how strongly the
+outputs depend on each value.
 
-First, the operations of loops, branches and calls are substituted for their nodes. The values of
-a call are renamed. A value that enters or leaves a loop or a branch is *joined* to its name on the
-other side, by a node "join" with the strength of the flow::
+Nodes of loops, branches and calls are first replaced by the operations of their bodies. The values
+of a call are renumbered. At the boundary of a loop or branch, a "join" node links the outer value
+to the inner value, with the strength of the dependence::
 
     loop     initial -> carry,  result -> carry,  condition -cut-> result
     branch   result of each branch -> result,  predicate -cut-> result
 
-A value may therefore be the result of several nodes, and the joins of a loop form a cycle: the
-result is a fixed point over any number of iterations.
+Several nodes may therefore produce the same value, and the joins of a loop form a cycle, so
+strengths are computed as a fixed point over all iterations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ JOIN = "join"
 
 @memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
-    """Computes ``matrix[output][input]``, how each output depends on each input."""
+    """Computes ``matrix[output][input]``, the dependence of each output on each input."""
     rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
     return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
@@ -52,7 +52,7 @@ def forward(
 ) -> dict[int, Dependence]:
     """Computes how strongly each value depends on `start`; independent values have no entry.
 
-    without: Values that paths must not pass through.
+    without: Values through which no path may lead.
     """
     return _propagated(graph, start, without, reverse=False)
 
@@ -60,14 +60,14 @@ def forward(
 def backward(
     graph: PlainGraph, end: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """Returns how strongly the values in `end` depend on each value of the graph."""
+    """Computes how strongly the values in `end` depend on each value of the graph."""
     return _propagated(graph, end, without, reverse=True)
 
 
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Runs an abstract interpretation of a graph, or of its reverse, to the fixed point."""
+    """Propagates dependence through a graph, or through its reverse, until a fixed point."""
     graph = flat(graph)
     result = {v: strength for v, strength in start.items() if strength and v not in without}
     moved = bool(result)
@@ -89,7 +89,7 @@ def _propagated(
 
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """Returns how strongly the given values depend on each value of the graph."""
+    """Returns the strongest dependence of `values` on each value of the graph; memoized."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 
@@ -102,7 +102,7 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
 
 @memoized
 def _links_of_bodies(node: Node) -> Links:
-    """Returns the links of a node, from the paths through its bodies."""
+    """Computes the links of a loop, branch or call from the paths through its bodies."""
     count = len(node.inputs)
     inputs, outputs = range(count), range(count, count + len(node.outputs))
     alone = replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -119,12 +119,12 @@ def _links_of_bodies(node: Node) -> Links:
 
 
 def flat(graph: PlainGraph) -> PlainGraph:
-    """Returns the graph without bodies; the values of the graph itself keep their numbers."""
+    """Returns the graph with its bodies inlined; values of `graph` have the same indices."""
     return _flattened(graph)[0] if _has_bodies(graph) else graph
 
 
 def original(graph: PlainGraph, node: Node) -> Node:
-    """Returns the original of a node of `flat(graph)`, in the graph or in a body."""
+    """Returns the node of the graph or a body from which a node of `flat(graph)` was copied."""
     return _flattened(graph)[1][id(node)] if _has_bodies(graph) else node
 
 
@@ -133,13 +133,13 @@ def _has_bodies(graph: PlainGraph) -> bool:
 
 
 def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
-    """Creates a "join" node, through which data flows from `source` to `target`."""
+    """Creates a "join" node, which passes the value `source` to the value `target`."""
     return Node(JOIN, (source,), (target,), links=((strength,),))
 
 
 @memoized
 def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
-    """Returns the graph without bodies, and the original of each of its nodes by id."""
+    """Returns the graph with inlined bodies, and maps ids of its nodes to the original nodes."""
     values, captured = dict(graph.values), list(graph.captured)
     nodes, originals = list[Node](), dict[int, Node]()
 
@@ -164,7 +164,7 @@ def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
             originals[id(moved)] = node
 
     def enter(node: Node, inputs: Sequence[int], made: Sequence[int], call: Node) -> Sequence[int]:
-        """Adds the nodes of a node's bodies; returns the numbers of its results."""
+        """Adds the nodes of the bodies of `node`; returns the indices of the node's outputs."""
         results: Sequence[int] = made
         is_call = len(node.bodies) == 1 and not (node.bodies[0].carries or node.bodies[0].gate)
         deciding = set(range(len(inputs))).difference(*(body.inputs for body in node.bodies))

@@ -1,8 +1,8 @@
-"""Computes the edges of a graph: each value's producer, readers, bytes and derivative.
+"""Computes the edges of a graph, from the producer of each value to its readers.
 
-A value that a later pass reads is a *saved* residual. If a derivative is lost on an edge,
-`Edge.cut` is the kind of loss. Comparisons that only make a mask and the stopped maximum in softmax
-lose no derivative; other intentional stops are cuts.
+A value that a later pass reads is a *saved* residual. If a gradient is lost on an edge, `Edge.cut`
+is the reason, such as "detached". A comparison that only computes a mask and the stopped maximum in
+a softmax are not cuts; other intentional stops are cuts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squee
 
 
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
-    """Returns every edge of one graph, without the edges of its bodies."""
+    """Returns the edges of a graph, without the edges of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     phases = phases_of(graph.nodes)
     lost = lost_links(graph)
@@ -34,7 +34,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """Returns the residuals that later passes read, once per storage, with their bytes."""
+    """Maps each residual that a later pass reads to its bytes; counts each storage once."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
@@ -42,12 +42,12 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """Returns the values that the program's caller keeps: inputs and captured arrays."""
+    """Returns inputs and captured arrays, which stay in memory without being saved."""
     return frozenset((*graph.inputs, *graph.captured))
 
 
 def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
-    """Returns the pass that computes each value; for inputs, the pass that first reads them."""
+    """Maps each value to the pass that computes it, and each input to its first reader's pass."""
     phases: dict[int, int] = {}
     for node in nodes:
         for value in node.inputs:
@@ -58,7 +58,7 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """Yields a node's inputs, the dependence on each, and the kind of loss if there is one."""
+    """Yields each input of a node, its dependence, and the kind of loss or None."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
         yield value, strength, (node.loss or "no derivative") if is_lost else None
@@ -71,9 +71,9 @@ def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
 
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
-    """Returns the links that lose a derivative in the forward pass, as (``id`` of node, input)."""
+    """Returns (``id`` of node, input position) of the forward links that lose a derivative."""
     forward, result = graph, set()
-    if any(node.phase for node in graph.nodes):  # later passes are not differentiated
+    if any(node.phase for node in graph.nodes):  # examine only the forward pass
         nodes = tuple(node for node in graph.nodes if not node.phase)
         made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
         outputs = tuple(value for value in graph.outputs if value in made)
@@ -93,7 +93,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Returns whether a stop applies to a maximum that only shifts values, as in a softmax."""
+    """Returns whether a stopped value is computed from a maximum, as in a softmax."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]

@@ -1,4 +1,4 @@
-"""`gradient_graph`: the graph of a program and its gradients, with its output formats."""
+"""`gradient_graph` returns the graph of a program and its gradients, as text, SVG or HTML."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gradtools.seeing.pictures import drawing, saving, texts
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
-    """One run of a program: its nodes and values, with text, picture and HTML formats."""
+    """The nodes and values of one run of a program, with text, SVG and HTML output."""
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """One edge per pair of a value's producer and reader; edges to outputs come last."""
+        """Returns an edge for each reader of each value; edges to outputs come last."""
         return edges_of(self)
 
     @property
     def kept(self) -> dict[int, int]:
-        """Bytes of each value that the first pass saves for later passes.
+        """Maps each value that the first pass saves for later passes to its bytes.
 
-        Arguments and captured arrays, which the caller keeps, are not counted; a view counts as the
-        storage that it shares.
+        Arguments and captured arrays are not counted, because the caller references them; a view
+        counts as the value that owns its storage.
         """
         return kept_anew(self)
 
@@ -46,7 +46,7 @@ class Graph(PlainGraph):
     to_html = drawing.to_html
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
-        """Writes a file in the format of its suffix: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
+        """Saves the graph in the format of the suffix: .svg, .html, .dot, .gv, .mmd, .md, .txt."""
         saving.save(self, FORMS, path, **view)
 
     def _repr_html_(self) -> str:
@@ -71,7 +71,7 @@ _ORDERS = range(SECOND + 1)
 
 
 class Graphing(Operators):
-    """The operators that draw graphs of gradients, bound to one backend."""
+    """Defines `gradient_graph` for one backend, PyTorch or JAX."""
 
     def gradient_graph(
         self,
@@ -82,23 +82,23 @@ class Graphing(Operators):
         outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
-        """Returns the program of f and of its gradients as a graph.
+        """Returns the operations of f and of its gradients as a graph.
 
-        With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
+        With y = f(x), the passes have a cotangent c for each output and v for each gradient::
 
             forward                    x        ->  y
             backward                   x, c     ->  g = J^H c
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
-        Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
-        the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
-        "frozen" or "checkpoint" inside of these operators, otherwise empty. ``edge.saved`` marks a
-        value that a later pass reads, and ``edge.bytes`` is its size. If a derivative is lost,
-        ``edge.cut`` is the kind of loss, as in `why_zero`.
+        Each operation has a pass (``node.phase``), a source line of f, the names of its modules,
+        and a ``node.mark``: "custom rule", "edited gradient", "chunked", "frozen" or "checkpoint"
+        inside of these operators, otherwise empty. ``edge.saved`` marks a value that a later pass
+        reads, and ``edge.bytes`` is its size. If a derivative is lost on an edge, ``edge.cut`` is
+        the reason, as in `why_zero`.
 
-        In PyTorch f runs once and is differentiated, and its effects are undone; the graph
-        consists of aten operations, and all intermediates are kept until the graph is built. In JAX
-        f is traced.
+        In PyTorch, f runs and is differentiated once, and its side effects are undone; the graph
+        consists of aten operations, and all intermediates stay in memory until the graph is built.
+        In JAX, f is traced.
 
         Args:
             f: A function from pytrees of arrays to pytrees of arrays, or a module.
@@ -107,15 +107,15 @@ class Graphing(Operators):
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex. In PyTorch, parameters that f captures and that require grad
                 are differentiated as well; ``argnums=()`` selects only these parameters.
-            outputs: A pytree of existing PyTorch tensors, passed instead of f. Their autograd graph
-                is drawn, without constants, and no program runs.
+            outputs: A pytree of existing PyTorch tensors, passed instead of f. The graph is read
+                from their ``grad_fn``, without constants, and no program runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Graph`. Inputs and outputs have names, with f's parameter names: "params['w']",
-            "cotangent of output", "gradient of params['w']". A leaf that no derivative reaches has
-            no gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()``
-            or ``save()`` to show it; notebooks draw it automatically.
+            A `Graph`. Inputs and outputs are named after f's parameters: "params['w']", "cotangent
+            of output", "gradient of params['w']". A leaf that no derivative reaches has no
+            gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or
+            ``save()`` to show the graph; notebooks draw the graph automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph

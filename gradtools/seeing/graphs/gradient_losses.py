@@ -1,13 +1,13 @@
-"""Finds operations that lose the gradient of a leaf or of a summand, and edits without effect.
+"""Finds operations at which the gradient of a leaf is lost, and gradient edits without effect.
 
-A value is *differentiable* in a leaf, or only its data comes from it (`derivative_flow.py`). A
-gradient is lost at operations that read a differentiable value and whose result leads to the end
-only through values that are not differentiable::
+A value that depends on a leaf is *differentiable* in the leaf, or only its data depends on the leaf
+(`derivative_flow.py`). A gradient is lost at an operation that reads a differentiable value and
+affects the output only through values that are not differentiable::
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-A stop inside of a value that is differentiable through another path is therefore not a loss, as in
-a straight-through estimator, the shift of a softmax, a mask, or a normalizing constant.
+A `detach` or `stop_gradient` inside of a value that has another differentiable path is therefore
+not a loss, as in a straight-through estimator, a softmax, a mask, or a normalizing constant.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ _SHAPING = frozenset(
 
 @dataclass(frozen=True)
 class Loss:
-    """An operation at which the derivative along a leaf is lost.
+    """An operation at which the derivative with respect to a leaf is lost.
 
     Attributes:
         node: The operation.
-        input: The position of its operand that still has a derivative.
-        whole: Whether the leaf's whole gradient is lost, not only the gradient of one summand.
-        further: Whether every path from the leaf loses the derivative before this operation.
+        input: The position of the operand that is differentiable in the leaf.
+        whole: Whether the whole gradient of the leaf is lost; if false, only the gradient of one
+            summand.
+        further: Whether the derivative is already lost at earlier operations on all paths.
     """
 
     node: Node
@@ -57,18 +58,18 @@ class Loss:
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """Returns the operations that lose a leaf's gradient, in program order, or an empty list."""
+    """Returns the operations at which a leaf's gradient is lost, in program order."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)
 
 
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
-    """Returns the operations that lose the derivative of the ends along the start.
+    """Returns the operations at which the derivative of `ends` with respect to `start` is lost.
 
-    Later operations through which all paths go, and that would also lose the derivative, are
-    included if they stop it, leave the framework, or are on the same line: the user must change
-    each of these operations.
+    A later operation on all paths that would also lose the derivative is included if it is a stop,
+    leaves the framework, or is on the same line, because the user must change each of these
+    operations.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -103,16 +104,16 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
 
 
 def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Returns the output summands that the leaves reach without a derivative, with roles.
+    """Yields the output summands that depend on the leaves without a derivative, with roles.
 
-    Only outputs that are differentiable in a leaf are examined; others are metrics. The role is
-    "shift" if a summand with a derivative reads the lost values as well, as in
+    Only scalar outputs that are differentiable in a leaf are examined; other outputs are metrics.
+    The role is "shift" if a differentiable summand also reads the lost values, as in
     ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
     derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
     a discrete h(x); otherwise the role is empty.
 
     Args:
-        graph: The program without bodies.
+        graph: The program, with inlined bodies.
         leaves: The values that may be trained.
     """
     strengths, makers = forward(graph, dict.fromkeys(leaves, _FULL)), _makers(graph)
@@ -142,7 +143,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
-    """Yields (number, is_sum) for a value and for the terms of its nested weighted sums."""
+    """Yields (value index, is_sum) for a value and the terms of its nested weighted sums."""
     terms = _terms(graph, value, strengths)
     yield value, terms is not None
     for v in terms or ():
@@ -151,7 +152,7 @@ def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tupl
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
-    """Returns the scalars whose weighted sum is the value; None if it is not a sum."""
+    """Returns the scalars whose weighted sum is `value`; None if `value` is not a sum."""
     node = _makers(graph).get(value)
     is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
     depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []
@@ -189,7 +190,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """Returns all values that equal the given values up to reshapes, by value numbering."""
+    """Returns all values that equal one of `values` up to a reshape, by value numbering."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)
@@ -197,11 +198,11 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 @memoized
 def _classes(graph: PlainGraph) -> Mapping[int, int]:
-    """Maps each value to its class of equal values."""
+    """Maps each value to the index of its class of equal values."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for v in graph.captured:
-        if graph.values[v].name:  # literals are named by their contents
+        if graph.values[v].name:  # the name of a literal is its contents
             classes[v] = numbers.setdefault(graph.values[v], -1 - len(numbers))
     for node in graph.nodes:
         if node.operation == JOIN:
@@ -226,12 +227,12 @@ EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "rep
 def useless_edits(
     graph: PlainGraph, leaves: Iterable[int], every: Iterable[int]
 ) -> list[tuple[int, Loss]]:
-    """Finds edits through which no gradient reaches any leaf; returns leaves and losses.
+    """Finds gradient edits that pass no gradient to any leaf; returns (leaf, loss) pairs.
 
     Args:
         graph: The program.
-        leaves: The leaves to report: their data flows through the edit, and their derivative ends
-            before or after it.
+        leaves: The leaves to report; the gradient of each is lost before or after an edit of its
+            data.
         every: All values that may be trained.
     """
     reached = forward(graph, dict.fromkeys(every, _FULL))

@@ -1,16 +1,16 @@
-"""The graph data structure: one run of a program, the same for both frameworks.
+"""Graph of one run of a PyTorch or JAX program.
 
 A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and produces
 values; a value is an abstract array, with only a shape and a dtype. A node has a framework-neutral
 name (`operation`), the framework's own name (`native`), the line of the user's code, the module,
-and the dependence of each of its outputs on each of its inputs::
+and the dependence of each output on each input::
 
     none < cut < zero_derivative < differentiable
 
-A path is as strong as its weakest link; of several paths, the strongest counts. Loops, branches and
-calls contain their programs as `Body`s, with separate graphs.
+The strength of a path is the minimum of its links; several paths have the maximum of their
+strengths. Nodes of loops, branches and calls contain `Body` objects with separate graphs.
 
-The backends' recorders build graphs; the other modules of this package analyse and print them.
+Each backend records graphs; the other modules of this package analyze and print graphs.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Ts = TypeVarTuple("Ts")
 
 
 class Dependence(IntEnum):
-    """How one array depends on another: the strength of a link or of a whole path."""
+    """The dependence of one array on another, of an operation or of a whole path."""
 
     NONE = 0  # no data flows
-    CUT = 1  # data flows but no derivative: detached, compared, cast, outside of the framework
-    ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
+    CUT = 1  # data flows without a derivative: detached, compared, cast to integers
+    ZERO_DERIVATIVE = 2  # round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
 
 @dataclass(frozen=True)
 class Value:
-    """An array in the program.
+    """An abstract array that a program reads or computes.
 
     Attributes:
         shape: The shape.
-        dtype: The name of the dtype.
+        dtype: The name of the dtype, such as "float32".
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
-        base: For a view, the value whose storage is shared.
+        base: For a view, the index of the value that owns the storage; None for other values.
     """
 
     shape: tuple[int, ...]
@@ -59,26 +59,29 @@ class Value:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether the dtype is floating or complex, so that the value may have a derivative."""
+        """Returns whether the dtype is floating or complex, so the value can have a derivative."""
         return self.dtype.startswith(("float", "complex", "bfloat"))
 
     @property
     def bytes(self) -> int:
-        """The size of its elements in bytes; an element of unknown dtype counts as one byte."""
+        """Returns the size of the array in bytes; elements of unknown dtype count as one byte."""
         bits = re.match(r"[a-z]*?(\d+)", self.dtype)
         return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
 
 
 @dataclass(frozen=True)
 class Body:
-    """A program inside a node, and the mapping of its inputs and outputs to the node's.
+    """The body of a loop, branch or call, with the mapping to the node's inputs and outputs.
 
     Attributes:
         graph: The program.
-        inputs: ``inputs[i]`` is the position of the node's input that becomes input i.
-        carries: Pairs (k, i): output k is input i of a loop's next iteration.
-        gate: Whether the body is a loop condition. Output k of other bodies is the node's output k.
-        skippable: Whether a loop may have zero iterations, and then returns its carries unchanged.
+        inputs: ``inputs[i]`` is the position of the node's input that is passed as input i of the
+            body.
+        carries: Pairs (k, i), by which output k of a loop body is input i of the next iteration.
+        gate: Whether the body is a loop condition. If false, output k of the body is output k of
+            the node.
+        skippable: Whether a loop may have zero iterations, in which case it returns the initial
+            carries.
     """
 
     graph: PlainGraph
@@ -93,22 +96,24 @@ Links = tuple[tuple[Dependence, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation of the program.
+    """An operation of a graph.
 
     Attributes:
-        operation: The neutral name, such as "matmul" or "add", or the native name if there is none.
-        inputs: The numbers of the values that the operation reads, in the order of its arguments.
-        outputs: The numbers of the values that the operation produces.
-        native: The framework's own name.
-        attributes: Static parameters: axes, a permutation, a subscript string.
+        operation: The neutral name, such as "matmul", or the native name if there is no neutral
+            name.
+        inputs: The indices of the values that the operation reads, in the order of its arguments.
+        outputs: The indices of the values that the operation computes.
+        native: The framework's own name of the operation.
+        attributes: Static parameters of the operation, such as axes or a permutation.
         source: The innermost line of the user's own code that ran the operation.
         scope: The modules in which the operation ran, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
-        links: ``links[k][i]`` is the dependence of output k on input i. If None, it is derived from
-            the bodies; without bodies, inexact arrays are differentiable and other pairs are cut.
+        links: ``links[k][i]`` is the dependence of output k on input i. If None, the links of the
+            bodies are used; without bodies, links between inexact arrays are differentiable and
+            other links are cut.
         loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
-        bodies: The programs inside the node.
+        bodies: The bodies of a loop, branch or call; empty for other operations.
     """
 
     operation: str
@@ -131,7 +136,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Returns links of one strength between inexact arrays; cuts other links, and `cut` inputs."""
+    """Returns links with `strength` between inexact arrays; cuts other links and inputs `cut`."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact
@@ -142,17 +147,18 @@ def even_links(
 
 @dataclass(frozen=True)
 class Edge:
-    """A value with its producer and one of its readers.
+    """A value, with the node that computes it and a node that reads it.
 
     Attributes:
-        source: The position of its producer; None for an input or a captured value.
-        target: The position of its reader; None for an output of the graph.
-        value: The number of the value.
-        bytes: The size of the value.
-        saved: Whether it is a residual: read by a later pass than the pass that produces it.
-            `Graph.kept` lists residuals that use additional memory.
-        strength: The dependence of the reader's outputs on the value.
-        cut: The kind of loss, as in `why_zero`; None if a derivative flows or none is possible.
+        source: The position of the node that computes the value; None for an input or a captured
+            value.
+        target: The position of the node that reads the value; None for an output of the graph.
+        value: The index of the value.
+        bytes: The size of the value in bytes.
+        saved: Whether the value is a residual, which a later pass reads. `Graph.kept` lists
+            residuals that use additional memory.
+        strength: The strongest dependence of the reader's outputs on the value.
+        cut: The kind of loss, as in `why_zero`; None if no derivative is lost.
     """
 
     source: int | None
@@ -166,14 +172,14 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class PlainGraph:
-    """One run of a program.
+    """The operations and values of one run of a program.
 
     Attributes:
         nodes: The operations, in the order in which they ran.
-        values: All arrays by their numbers.
-        inputs: The numbers of the arguments' leaves.
-        outputs: The numbers of the result's leaves. A value may occur twice, or be an input.
-        captured: Arrays that the program reads by closure: parameters, constants.
+        values: Maps the index of each value to its shape, dtype and name.
+        inputs: The indices of the leaves of the arguments.
+        outputs: The indices of the leaves of the result; an index may occur twice, or be an input.
+        captured: The indices of arrays that the program captures, such as parameters and constants.
     """
 
     nodes: tuple[Node, ...]
@@ -183,7 +189,7 @@ class PlainGraph:
     captured: tuple[int, ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
-        """Yields every node with its graph; the nodes of bodies follow their own node."""
+        """Yields (graph, node) for all nodes, including the nodes of bodies."""
         for node in self.nodes:
             yield self, node
             for body in node.bodies:
@@ -195,7 +201,7 @@ class PlainGraph:
 
 
 def memoized(make: Callable[[K, *Ts], T]) -> Callable[[K, *Ts], T]:
-    """Memoizes a function of a graph or node (and of hashable arguments), by weak reference."""
+    """Memoizes a function of a graph or node, with weak references to the first argument."""
     known: WeakKeyDictionary[K, dict[Any, T]] = WeakKeyDictionary()
 
     @wraps(make)
@@ -213,7 +219,7 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Eliminates dead code: keeps nodes on which the outputs, or any `anyhow` node, depend."""
+    """Eliminates dead code: returns the nodes on which outputs and `anyhow` nodes depend."""
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
@@ -223,7 +229,7 @@ def needed(
 
 
 def memory_of(values: Mapping[int, Value], value: int) -> int:
-    """Returns the value that owns the storage: the base of a view, or the value itself."""
+    """Returns the value that owns the storage of `value`: the base of a view, or `value`."""
     base = values[value].base
     return value if base is None else base
 
@@ -237,13 +243,13 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
-    """Returns the length of the longest common prefix of the given scopes, or names."""
+    """Returns the length of the longest common prefix of the given paths."""
     steps = zip(*paths, strict=False)
     return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Moves the node and all nodes of its bodies to one pass."""
+    """Returns a copy of the node and its bodies with another pass (phase)."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies)

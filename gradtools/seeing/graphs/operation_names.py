@@ -1,4 +1,4 @@
-"""The neutral names of operations, as in `seeing/formulas/words.py`."""
+"""Framework-neutral names of operations, as in `seeing/formulas/words.py`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from textwrap import dedent
 
 
 def by_native(table: str) -> dict[str, str]:
-    """Maps each of a framework's names to the neutral name.
+    """Parses a table of names into a dict from native name to neutral name.
 
-    table: Lines with a neutral name and the framework's names for it; indented lines continue.
+    table: Lines of a neutral name and its native names; indented lines continue the previous line.
     """
     lines = dedent(table).strip().replace("\n    ", " ").splitlines()
     return {native: line.split()[0] for line in lines for native in line.split()[1:]}
 
 
-# Names common to both frameworks.
+# Native names that PyTorch and JAX share.
 SHARED = by_native("""
     negate     neg
     subtract   sub

@@ -2,11 +2,11 @@
 
 A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
 collapsed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block`
-at the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost collapsed blocks
-around its boxes.
+at the root. `Arrow`s connect boxes; if a box is in a collapsed block, its arrows are drawn at the
+outermost collapsed block.
 
-A block is a run of consecutive nodes of one pass in one scope. Contracting consecutive steps
-creates no cycle, so the outline is acyclic, whichever blocks are collapsed.
+A block contains consecutive nodes of one pass and one scope. Collapsing consecutive nodes creates
+no cycle, so the outline is acyclic for any set of collapsed blocks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ ALIVE = "alive anyway"
 PHASES = ("forward", "backward", "backward of the backward")
 
 
-Makers = tuple[tuple[int, int], ...]  # pairs (key of a box, index of a value that it produces)
+Makers = tuple[tuple[int, int], ...]  # pairs (key of a box, index of an output of the box)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand: a value, which several branches may produce, or a number as text.
+    """An operand of an operation: a value, or the text of a constant number.
 
     Attributes:
-        makers: The boxes that produce the value.
-        number: The number of the value, a key of `Outline.values`.
-        text: The number as text, if there are no makers.
+        makers: (box, output index) of each operation that may produce the value, such as one per
+            branch.
+        number: The index of the value, a key of `Outline.values`.
+        text: The text of a constant number; empty for values.
         strength: The dependence of the operation's outputs on the operand.
-        cut: The kind of loss, if a derivative is lost.
+        cut: The kind of loss, or None if no derivative is lost.
     """
 
     makers: Makers
@@ -45,20 +46,20 @@ class Operand:
 
 @dataclass(eq=False)
 class Box:
-    """One operation, input, captured value or output.
+    """A drawn box: an operation, an input, a captured value or an output.
 
     Attributes:
-        key: The unique number; blocks and boxes are numbered in one sequence.
+        key: The unique key of the box, distinct from the keys of blocks.
         kind: "input", "captured", "output" or "operation".
-        title: The name of the operation or the leaf.
+        title: The name of the operation, input or output.
         phase: The pass that contains the box.
-        node: The operation.
-        values: The results; for a leaf or an output, the value.
-        scope: The modules that contain the box, within the block around the box.
-        name: The name of the call or module if this is its only operation.
-        operands: The operands, in order.
+        node: The graph node of an operation; None for inputs and outputs.
+        values: The outputs of an operation; otherwise the single value.
+        scope: The names of the modules around the box, relative to the enclosing call.
+        name: The name of the call or module if the operation is its only operation.
+        operands: The operands of the operation, in order.
         made: The letters of the values that the operation produces.
-        call: The operation with its operands; for an output, the value.
+        call: The operation with the letters of its operands, such as "matmul(a, b)".
     """
 
     key: int
@@ -75,30 +76,30 @@ class Box:
 
     @property
     def mark(self) -> str:
-        """The mark of the node (custom rule, edited gradient, ...), and the name of its rule."""
+        """Returns the node's mark, such as "custom rule", and the name of its rule."""
         if self.node is None or not self.node.mark:
             return ""
         return f"{self.node.mark} {self.node.attributes.get('rule', '')}".rstrip()
 
     @property
     def alert(self) -> str:
-        """The kind of loss at this operation, or an empty string."""
+        """Returns the kind of loss at this operation, or an empty string."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
     def sizes(self) -> list[str]:
-        """The shapes and dtypes of at most two of the box's values."""
+        """Returns the shapes and dtypes of the first two values of the box."""
         more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
         return [*map(value_text, self.values[:2]), *more]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines of text below the title."""
+        """Returns the lines of text below the title of the box."""
         return (*([self.name] if self.name else []), *self.sizes)
 
     @property
     def hint(self) -> str:
-        """The tooltip: the framework's own name, the modules, the line of the user's code."""
+        """Returns the tooltip: native operation name, modules, and the user's source line."""
         if self.node is None:
             return ""
         native = self.node.native if self.node.native != self.node.operation else ""
@@ -108,7 +109,7 @@ class Box:
 
     @property
     def heading(self) -> str:
-        """The assignment, as in a program: "c = matmul(a, b)"."""
+        """Returns the operation as an assignment, such as "c = matmul(a, b)"."""
         if self.kind == "output":
             return f"{self.title} = {self.call}" if self.call else self.title
         expression = self.call if self.kind == "operation" and self.call else self.title
@@ -122,13 +123,13 @@ class Block:
     Attributes:
         kind: "pass", "scope", "loop", "branch" or "call".
         title: The name of the pass, module, call, loop or branch.
-        scope: The modules around the block and its own modules, outermost first.
+        scope: The names of the modules that contain the block, outermost first.
         phase: The pass in which the block runs.
         children: The boxes and blocks inside, in program order.
-        mark: As in `Node.mark`.
-        key: The unique number; blocks and boxes are numbered in one sequence.
-        made: The letters and texts of the block's values that are read outside.
-        given: The letters and texts of the outside values that the block reads.
+        mark: The mark of the call or loop, as in `Node.mark`.
+        key: The unique key of the block, distinct from the keys of boxes.
+        made: Maps the letters of values that leave the block to their texts.
+        given: Maps the letters of values that enter the block to their texts.
     """
 
     kind: str
@@ -143,28 +144,28 @@ class Block:
 
     @property
     def path(self) -> str:
-        """The names in `scope`, joined by dots."""
+        """Returns the module names in `scope`, joined by dots."""
         return ".".join(self.scope) or self.title
 
     @property
     def signature(self) -> str:
-        """The closed block's outputs and inputs, "c = (a, b)"."""
+        """Returns the outputs and inputs of a collapsed block, such as "c = (a, b)"."""
         made, given = ", ".join(self.made.values()), ", ".join(self.given.values())
         return f"{made} = ({given})" if made else f"({given})"
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Every box in the block, in program order."""
+        """Returns all boxes in the block, in program order."""
         return tuple(item for item in self.walk() if isinstance(item, Box))
 
     @cached_property
     def operations(self) -> int:
-        """The number of operations in the block."""
+        """Returns the number of operations in the block."""
         return sum(box.kind == "operation" for box in self.boxes)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """The lines of text below the title of the collapsed block."""
+        """Returns the lines of text below the title of the collapsed block."""
         alerts = {box.alert for box in self.boxes if box.alert}
         results = sum(box.kind == "output" for box in self.boxes)
         return (
@@ -180,7 +181,7 @@ class Block:
     def paths(
         self, around: tuple[Block, ...] = ()
     ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
-        """Yields all boxes and blocks inside, each with its enclosing blocks, outermost first."""
+        """Yields (enclosing blocks, item) for all boxes and blocks inside the block."""
         for child in self.children:
             yield (*around, self), child
             if isinstance(child, Block):
@@ -189,15 +190,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Values that flow from one box to another box.
+    """An arrow between two boxes: the values that one box passes to the other.
 
     Attributes:
-        source: The key of the producing box.
-        target: The key of the reading box.
-        values: The values, as keys of `Outline.values`.
-        saved: Whether the values are residuals, which one pass saves for a later pass.
+        source: The key of the box that computes the values.
+        target: The key of the box that reads the values.
+        values: The indices of the values, keys of `Outline.values`.
+        saved: Whether the values are residuals, which a later pass reads.
         strength: The strongest dependence among the values.
-        cut: The kind of loss, if a derivative is lost.
+        cut: The kind of loss, or None if no derivative is lost.
     """
 
     source: int
@@ -210,14 +211,14 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Outline:
-    """The blocks, boxes and arrows of a picture.
+    """The blocks, boxes and arrows of a drawn graph.
 
     Attributes:
-        columns: One block for each pass, in the order in which they run.
+        columns: One block for each pass, in execution order.
         arrows: The arrows between boxes.
-        values: The values on the arrows, numbered across the whole outline.
-        title: The picture's title.
-        alive: The values that stay alive without being saved for a later pass.
+        values: Maps the index of each value on an arrow to the value.
+        title: The title of the picture.
+        alive: The indices of values that use no additional memory, such as inputs.
     """
 
     columns: tuple[Block, ...]
@@ -228,21 +229,21 @@ class Outline:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block below the columns; outer blocks come first."""
+        """Returns all blocks inside of the columns; outer blocks come first."""
         inner = (item for column in self.columns for item in column.walk())
         return tuple(item for item in inner if isinstance(item, Block))
 
     @cached_property
     def around(self) -> dict[int, tuple[Block, ...]]:
-        """Maps each box and block to its enclosing blocks, its column first."""
+        """Maps the key of each box and block to its enclosing blocks, from the column inwards."""
         paths = (path for column in self.columns for path in column.paths())
         return {item.key: around for around, item in paths}
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
-        """Yields the drawn items in program order, with their depths.
+        """Yields (event, depth, item) for the drawn boxes and blocks, in program order.
 
-        A box or a collapsed block is a "box"; the children of a column or of an expanded block are
-        between its "open" and its "close".
+        The event is "box" for a box or a collapsed block; the events "open" and "close" enclose the
+        children of a column or an expanded block.
         """
 
         def visit(item: Box | Block, depth: int) -> Iterator[tuple[str, int, Box | Block]]:
@@ -258,7 +259,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the bytes saved for these values, once per storage; `alive` values count zero."""
+        """Returns the bytes saved for the values, once per storage, without `alive` values."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
@@ -269,7 +270,7 @@ class Outline:
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """Returns the arrows between visible boxes and collapsed blocks; merges parallel arrows."""
-        seen: dict[int, int] = {}  # maps a box to the drawn box or collapsed block
+        seen: dict[int, int] = {}  # maps a box to its drawn box or block
         for event, _, item in self.drawn(opened):
             if event == "box":
                 inside = item.boxes if isinstance(item, Block) else (item,)
@@ -280,8 +281,8 @@ class Outline:
         """Returns the keys of the blocks to draw expanded.
 
         Args:
-            depth: The number of expanded levels; None expands as many as fit.
-            limit: The number of operations and collapsed blocks that fit, if depth is None.
+            depth: The number of expanded levels; None expands as many levels as `limit` allows.
+            limit: The maximum number of operations and collapsed blocks if depth is None.
         """
         if depth is None:
             deepest = max(map(len, self.around.values()), default=0)
@@ -296,7 +297,7 @@ class Outline:
 
 
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
-    """Merges parallel arrows; `end` maps a box to the drawn box or collapsed block."""
+    """Merges parallel arrows; `end` maps the key of a box to the key of the drawn item."""
     ends = lambda arrow: (end(arrow.source), end(arrow.target), arrow.saved)
     result = []
     for (source, target, saved), parallel in grouped(arrows, ends).items():
@@ -311,7 +312,7 @@ def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arr
 
 
 def counted(number: int, noun: str) -> str:
-    """Formats a number and its noun, in the plural unless the number is 1."""
+    """Formats a number with a noun, such as "1 operation" and "2 operations"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

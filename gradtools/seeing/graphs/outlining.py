@@ -1,13 +1,14 @@
-"""Converts a graph to its outline: nested blocks of boxes, with arrows between them.
+"""Converts a graph to an `Outline` of nested blocks, boxes and arrows.
 
-1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
-   of a body, so an operand refers to the boxes that compute it, inside or outside of the body.
-2. Consecutive operations of one module or call become nested blocks; a block with one child is
-   replaced by the child, which gets both names. A parameter is placed in the innermost block that
-   contains all of its readers, an argument outside of all blocks, an output after the block that
-   computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
-3. Letters name the values in the order of the whole outline, so the names are the same in the
-   text and in all pictures of a graph, whichever blocks are expanded.
+1. The bodies of loops, branches and calls are inlined. An operand refers to the boxes that compute
+   its value, inside or outside of the body.
+2. Consecutive operations of one module or call become a block; a block with one child is replaced
+   by the child, which gets both names. A parameter is placed in the innermost block that contains
+   all of its readers, an argument is placed outside of all blocks, and an output is placed after
+   the block that computes the output. If there are many outputs, gradients of parameters are placed
+   inside of blocks.
+3. Values get letters in the order of the whole outline, so the letters are the same in the text and
+   in all pictures of a graph, for any set of expanded blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_c
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
 _LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
-_IN_ARGUMENT = re.compile(r"[\[.]")  # in the name of a leaf: params['w'], net.weight
+_IN_ARGUMENT = re.compile(r"[\[.]")  # matches leaves such as params['w'] and net.weight
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
@@ -79,7 +80,7 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
 
 
 class _Level(NamedTuple):
-    """A graph or a body, the boxes that make its values, and their numbers in the outline."""
+    """A graph or body, with the boxes and outline indices of its values."""
 
     graph: PlainGraph
     made: dict[int, Makers]
@@ -90,10 +91,10 @@ class _InlinedGraph:
     """A graph with its bodies inlined.
 
     Attributes:
-        boxes: Every box by key.
-        values: The values that boxes read; an index in this list is the value's number.
-        alive: The numbers of values that stay alive without being saved.
-        entries: A box or a block for each node.
+        boxes: All boxes; the index of a box is its key.
+        values: The values that boxes read, by their index in the outline.
+        alive: The indices of values that use no additional memory, such as inputs.
+        entries: The box or block of each node.
     """
 
     def __init__(self, graph: PlainGraph) -> None:
@@ -132,7 +133,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """Returns one entry per node; adds the makers of its outputs to `level.made`."""
+        """Returns one box or block per node; adds the boxes of the outputs to `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -149,7 +150,7 @@ class _InlinedGraph:
     def _read(
         self, box: Box, level: _Level, value: int, strength: Dependence, cut: str | None = None
     ) -> None:
-        """Adds an operand to a box."""
+        """Adds the operand `value` to `box`."""
         makers = level.made.get(value, ())
         made_by = [self.boxes[key] for key, _ in makers]
         if len(made_by) == 1 and _is_number(made_by[0]):
@@ -172,7 +173,7 @@ class _InlinedGraph:
         return level.numbers[value]
 
     def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
-        """Builds the block of a node with bodies, forwarding values across the boundary."""
+        """Builds the block of a loop, branch or call from the bodies of the node."""
         title, name = node.operation, node.attributes.get("name")
         kind = "loop" if title in _LOOPS else "branch" if title in _BRANCHES else "call"
         if title in _CALLS and isinstance(name, str):
@@ -207,7 +208,7 @@ class _InlinedGraph:
 
 
 def _is_number(box: Box) -> bool:
-    """Returns whether a captured value is a number, which is printed in its reader's box."""
+    """Returns whether a captured value is a number, which is printed as an operand."""
     if box.kind != "captured" or box.values[0].shape:
         return False
     return not box.values[0].name or is_number(box.values[0].name)
@@ -217,7 +218,7 @@ def _is_number(box: Box) -> bool:
 
 
 def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
-    """Groups consecutive entries of one scope, recursively, and drops empty calls."""
+    """Groups consecutive entries of one module into nested blocks; drops empty calls."""
     entries = [entry for entry in entries if isinstance(entry, Box) or entry.boxes]
     result: list[Box | Block] = []
     for name, run in groupby(entries, lambda entry: entry.scope[level : level + 1]):
@@ -225,7 +226,7 @@ def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
         if name:
             scope, inside = several[0].scope[: level + 1], _runs(several, level + 1)
             several = [Block("scope", name[0], scope, several[0].phase, inside)]
-        for entry in several if not name else ():  # entries inside of a call are nested too
+        for entry in several if not name else ():  # group the entries inside of a call
             if isinstance(entry, Block):
                 entry.children = _runs(entry.children, 0)
         result += map(_tidy, several)
@@ -251,13 +252,13 @@ def _tidy(entry: Box | Block) -> Box | Block:
 
 
 def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
-    """Puts inputs before their first reader, outputs after their maker."""
+    """Places inputs before their first reader, and outputs after the box that computes them."""
     paths = _paths_to(roots.values())
     readers: dict[int, list[Sequence[Any]]] = {}
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, or in an empty column
+    # the leaves to draw before and after a child, or in an empty column
     before, after = dict[Box | Block, list[Box]](), dict[Box | Block, list[Box]]()
     first = next(iter(roots.values()))
     outputs = [box for box in boxes if box.kind == "output"]
@@ -271,7 +272,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not _IN_ARGUMENT.search(leaf.title):
-            reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
+            reading = [path[:2] for path in reading]  # draw a whole argument in the column
         depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
         inside = {path[depth] for path in reading} or {*home.children}
@@ -286,7 +287,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
 def _maker_of(
     output: Box, paths: Mapping[int, Sequence[Any]], roots: Mapping[int, Block], count: int
 ) -> Box | Block:
-    """Returns the box or block after which an output is drawn, if there are `count` outputs."""
+    """Returns the box or block after which one of `count` outputs is drawn."""
     home = roots[min(output.phase, max(roots))]
     makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
     is_whole = not _IN_ARGUMENT.search(output.title)
@@ -296,7 +297,7 @@ def _maker_of(
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
-    """Returns for each box, by key, the blocks that lead to it, outermost first, and itself."""
+    """Maps the key of each box to its enclosing blocks, outermost first, and the box."""
     paths = (path for column in columns for path in column.paths())
     return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
 
@@ -305,7 +306,7 @@ def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
 
 
 def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
-    """Names values by letters, in their boxes and in the blocks that the values enter or leave."""
+    """Assigns letters to values in boxes and in the signatures of blocks."""
     read: dict[int, set[int]] = {}
     for box in boxes:
         for operand in box.operands:
@@ -338,7 +339,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Adds ✕ to an operand that loses a derivative, and brackets if no derivative flows."""
+    """Formats an operand: ✕a if a derivative is lost, [a] if no derivative flows."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
@@ -346,7 +347,7 @@ def _bracketed(operand: Operand, text: str) -> str:
 
 
 def letters(number: int) -> str:
-    """Returns a name for an index: a, b, ..., z, aa, ab, ..."""
+    """Returns the letters for an index: a, b, ..., z, aa, ab, ..."""
     result = ""
     number += 1
     while number:

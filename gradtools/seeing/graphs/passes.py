@@ -1,8 +1,9 @@
-"""The forward and backward passes of a differentiated program, with their inputs and outputs.
+"""Names of the inputs and outputs of the forward and backward passes.
 
-Forward computes the outputs y = f(x). Backward takes a cotangent c for each y and computes the
-gradients g = Jᴴc. Backward of the backward takes a cotangent v for each g and computes the
-derivatives of <g, v> along x and along c. Both backends use the same names for inputs and outputs::
+The forward pass computes the outputs y = f(x). The backward pass takes a cotangent c for each y and
+computes the gradients g = Jᴴc. The backward of the backward takes a cotangent v for each g and
+computes the gradients of <g, v> with respect to x and c. Both backends use the same names for
+inputs and outputs::
 
     x, c, v  ->  y, g, d<g, v>/dx, d<g, v>/dc
 """
@@ -16,28 +17,28 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # marks operations of derivatives that f itself takes
+INNER = "inner derivative"  # marks operations of derivatives inside of f
 
 
 def cotangent_of(name: str) -> str:
-    """Returns the name of an output's or a gradient's cotangent."""
+    """Returns the name of the cotangent of an output or gradient."""
     return f"cotangent of {name}"
 
 
 def gradient_of(name: str) -> str:
-    """Returns the name of a result of the backward pass."""
+    """Returns the name of the gradient of an input, a result of the backward pass."""
     return f"gradient of {name}"
 
 
 def second_gradient_of(name: str) -> str:
-    """Returns the name of a result of the backward of the backward."""
+    """Returns the name of a second gradient, a result of the backward of the backward."""
     return f"second gradient of {name}"
 
 
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
-    """Names the graph's outputs; an output that has a name already gets an identity node.
+    """Sets the names of a graph's outputs; a named value is copied by an identity node.
 
-    A gradient may itself be an input cotangent, and one value may be two outputs.
+    The copy is needed if a gradient is an input cotangent, or if one value is two outputs.
     """
     nodes, values, outputs = list(graph.nodes), dict(graph.values), []
     leaving = {second_gradient_of(""): SECOND, gradient_of(""): BACKWARD, "": FORWARD}

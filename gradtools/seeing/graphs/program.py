@@ -24,25 +24,25 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 
-_WHOLE = ("gradient_graph", "formula")  # these operators need every output to be an array
+_WHOLE = ("gradient_graph", "formula")  # operators that require every output of f to be an array
 
 
 class Framework:
-    """The modules of one framework, each imported on first access.
+    """Lazily imports the PyTorch or JAX modules that implement seeing.
 
     Both frameworks have the modules `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.
-        caller: The operator that the user called, for error messages.
+        caller: The name of the operator, for error messages.
 
     Raises:
-        GradtoolsError: The backend is neither PyTorch's nor JAX's.
+        GradtoolsError: The backend is not PyTorch or JAX.
     """
 
     def __init__(self, backend: Backend, caller: str) -> None:
         if backend.name not in ("torch", "jax"):
-            raise GradtoolsError(f"{caller}: the backend {backend.name!r} does not provide it.")
+            raise GradtoolsError(f"{caller}: not supported by the backend {backend.name!r}.")
         self._package = f"gradtools.seeing.{backend.name}"
 
     def __getattr__(self, name: str) -> Any:
@@ -55,9 +55,9 @@ class LeafProgram:
     """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:
-        framework: The backend's implementation of seeing.
-        leaves: Every array among the arguments; NumPy arrays are converted.
-        statics: The other leaves of the arguments, such as modules, with names.
+        framework: The PyTorch or JAX modules that implement seeing.
+        leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
+        statics: The leaves of the arguments that are not arrays, such as modules, with names.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of f's result in the latest run.
     """
@@ -87,8 +87,8 @@ class LeafProgram:
         self.leaves: list[Any] = []
         self.statics: list[tuple[Any, str]] = []
         self.names: list[str] = []
-        self._owners: list[int] = []  # the argument of each leaf; keyword arguments come last
-        self._places: list[int] = []  # positions of the leaves among all arguments' leaves
+        self._owners: list[int] = []  # argument index of each leaf; keyword arguments come last
+        self._places: list[int] = []  # positions of the arrays among all leaves of the arguments
         self._count, self._keywords = len(args), list(kwargs)
         called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
         self._held, self._treedef = backend.flatten(whole)
@@ -111,17 +111,17 @@ class LeafProgram:
                 self._owners.append(i)
 
     def with_values(self) -> LeafProgram:
-        """Returns the program; raises if its arrays are tracers of a running transform."""
+        """Returns the program; raises GradtoolsError if a leaf is a tracer, which has no values."""
         if any(map(self.backend.is_traced, self.leaves)):
             raise GradtoolsError(
                 f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
-                "no values. Call it outside, on the function itself."
+                "no values. Call the operator outside of the transform."
             )
         return self
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager in which f runs; an error that f raises is raised again with f's line."""
+        """Context manager in which f runs; re-raises errors of f with the line in f."""
         try:
             yield
         except GradtoolsError:
@@ -135,12 +135,12 @@ class LeafProgram:
 
     @property
     def wrt(self) -> list[int]:
-        """The numbers of the differentiable leaves of the arguments in argnums."""
+        """Returns the indices of the differentiable leaves of the arguments in `argnums`."""
         positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with the given leaves of its arguments and returns the leaves of its result."""
+        """Calls f with `leaves` in its arguments, and returns the leaves of its result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
@@ -163,22 +163,22 @@ class LeafProgram:
 
     @property
     def spoken(self) -> list[str]:
-        """The leaves' names with f's own parameter names: ``params['w']``."""
+        """Returns the leaf names with the names of f's parameters, such as ``params['w']``."""
         called = spoken(self.f, self.names)
         for k, i in enumerate(self._owners):
-            if i in self._models:  # names in a module are attribute names
+            if i in self._models:  # write model.weight, not model['weight']
                 called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
         return called
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Replaces argument positions in the leaves' names by f's parameter names, if known.
+    """Replaces argument positions in leaf names by the names of f's parameters, if known.
 
     ``argument 0['w']`` becomes ``params['w']``, and ``argument 'x'`` becomes ``x``.
     """
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
-    except (TypeError, ValueError):  # a built-in function without a signature
+    except (TypeError, ValueError):  # built-in functions may lack a signature
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")

@@ -1,4 +1,4 @@
-"""Finds the objects that a function can reach without its arguments, with their names.
+"""Finds the objects that a function captures, with their names.
 
 The search follows closures, the globals that the code names, defaults, bound methods, and their
 containers and attributes. Captured arrays get names such as ``net.layers[0].weight``.
@@ -24,12 +24,13 @@ def named_objects(
     is_array: Callable[[Any], bool],
     parts: Callable[[Any, str], Iterable[Named] | None] = lambda x, name: None,
 ) -> Iterator[Named]:
-    """Yields every object that can be reached from `roots`, breadth first.
+    """Yields (object, name) for every object reachable from `roots`, breadth first.
 
     Args:
         roots: Objects with their names; the name of a function is empty.
-        is_array: Returns whether an object is an array, which has no parts.
-        parts: Returns the parts of a framework's object, with names; None for other objects.
+        is_array: A function that returns whether an object is an array; arrays are not searched.
+        parts: A function that returns the named parts of a framework object, or None for other
+            objects.
     """
     seen: dict[int, Any] = {}
     todo = deque(roots)
@@ -45,7 +46,7 @@ def named_objects(
 
 
 def _parts(x: Any, name: str) -> Iterable[Named]:
-    if isinstance(x, FunctionType):  # variables that x and its inner functions read
+    if isinstance(x, FunctionType):  # variables read by x and its inner functions
         read = [*cells_of(x).items(), *globals_of(x).items()]
         wrapped = getattr(x, "__wrapped__", None)
         defaults = [(x.__defaults__, "default"), (x.__kwdefaults__, "default"), (wrapped, "")]

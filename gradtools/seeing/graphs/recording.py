@@ -1,7 +1,7 @@
-"""`Recording` is one run of a function as a graph, or the framework's error that ended the run.
+"""`Recording` contains the graph of one run of a function, or the error that ended the run.
 
-Each backend implements `record`. It runs or traces a function of flat leaves once, differentiates
-it at the given values, and returns a `Recording`, which `diagnosis.py` interprets.
+Each backend implements `record`. The function `record` runs or traces a function of flat leaves
+once, computes its gradients at the given values, and returns a `Recording` for `diagnosis.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Recording:
-    """One run of a function of flat leaves.
+    """The graph and captured parameters of one run of a function of flat leaves.
 
     Attributes:
-        graph: The graph of the run. ``graph.inputs`` are the leaves, ``graph.outputs`` the results,
-            with one value for each, also for NumPy arrays and Python numbers.
-        refusal: The finding for the framework's error that ended the run, if any, without a leaf's
-            name; the graph then has no outputs.
-        parameters: The captured arrays with requires_grad, with their names.
-        reads: Maps the id of a tensor that existed before the run to the values through which its
-            gradient flows: its own value, and values of tensors computed from it earlier.
-        passes: The run with its backward pass at these values; None if the graph was freed before.
+        graph: The graph of the run. ``graph.inputs`` are the leaves and ``graph.outputs`` the
+            results, including NumPy arrays and Python numbers.
+        refusal: The finding (without a leaf name) for a framework error that ended the run, or
+            None; after an error the graph has no outputs.
+        parameters: The names and arrays of captured tensors with requires_grad.
+        reads: Maps the id of a tensor that existed before the run to the graph values of the tensor
+            and of tensors that were computed from it before the run.
+        passes: The forward and backward passes at the given values; None if the graph was already
+            freed.
     """
 
     graph: PlainGraph

@@ -1,1 +1,1 @@
-"""JAX's implementation of `gradtools.seeing`: records and translates programs."""
+"""JAX implementation of `gradtools.seeing`: records jaxprs as graphs and as formulas."""

@@ -1,13 +1,13 @@
-"""Converts a jaxpr to a `Graph`, the representation that both frameworks share.
+"""Converts a jaxpr to a `Graph`.
 
-Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
-bodies. Links are differentiable between inexact arrays and cut otherwise, except as documented here
-and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside of
-the function do not count. An equation that writes to a mutable reference gives the reference a new
-value.
+Each equation becomes a node and each variable a value; the jaxprs of loops, branches and calls
+become bodies. Links are differentiable between inexact arrays and cut otherwise, except as
+documented here and in `reachability.py`. A custom rule replaces the derivative of its function, so
+cuts inside of the function have no effect. An equation that writes to a mutable reference gives the
+reference a new value.
 
-A node's line is the innermost line of the user's code. JAX's own jitted functions are traced once
-and lack such a line: their equations get the line of each call.
+The source line of a node is the innermost line of the user's code. JAX traces its own jitted
+functions once, so their equations get the line of the call.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def graph_of(
 
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
-        names: The names of the jaxpr's inputs, such as "argument 0['w']".
+        names: The names of the inputs of the jaxpr, such as "argument 0['w']".
         captured: Names of closed-over constants, by ``id`` of the array.
 
     Returns:
-        The graph. Its ``captured`` are the constants, named by variable for closed-over arrays and
-        by value for literals.
+        The graph. ``captured`` contains the constants: closed-over arrays with their names, and
+        literals with their values as names.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
@@ -64,12 +64,12 @@ def graph_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """The context of a jaxpr.
+    """The source line, modules and pass around a jaxpr.
 
     Attributes:
-        site: The user's line that called one of JAX's own functions; None in the user's code.
-        scope: The modules around the jaxpr.
-        phase: The pass: the number of transpositions around the jaxpr.
+        site: The user's line that called a function of JAX; None inside of the user's functions.
+        scope: The names of the modules around the jaxpr.
+        phase: The number of transpositions around the jaxpr: 0 forward, 1 backward.
     """
 
     site: Source | None = None
@@ -78,10 +78,10 @@ class _Place:
 
 
 class _JaxprReader:
-    """Converts jaxprs; a jaxpr that is called several times from one line is converted once."""
+    """Converts jaxprs to graphs; a jaxpr that one line calls several times is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # references jaxprs: ids stay unique
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # keeps jaxprs alive for `id`
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -107,7 +107,7 @@ class _JaxprReader:
         rule = eqn.params["rule"] if _is_ours(eqn) else None
         user_functions = rule.user_functions if rule is not None else ()
         source = source_lines.source(eqn, place.site)
-        if source is None and user_functions:  # JAX kept no line of the call: use the rule's line
+        if source is None and user_functions:  # JAX has no line of the call
             source = source_of(user_functions[-1])
         node = Node(
             **_described(eqn),
@@ -134,7 +134,7 @@ class _JaxprReader:
         return Body(self._known[key][1], tuple(body.inputs), body.carries, body.gate, skippable)
 
     def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
-        """Computes an equation's links (`reachability.py`); None if its bodies determine them."""
+        """Computes the links of an equation; None if its bodies determine the links."""
         name = eqn.primitive.name
         if inner and not jaxprs.is_ruled(eqn):
             return None
@@ -143,7 +143,7 @@ class _JaxprReader:
         smooth, data = (flow.step(eqn, bits) for flow in (self._flow, self._flow.uncut))
         inexact = [*map(jaxprs.is_inexact, eqn.invars)]
         used = [any(mask >> i & 1 for mask in data) for i in range(len(bits))]
-        nothing = _CUT if _edit(eqn) else _NONE  # an edit's other inputs enter its cotangent
+        nothing = _CUT if _edit(eqn) else _NONE  # other inputs affect the cotangent
 
         def link(k: int, i: int, target: Any) -> Dependence:
             if not data[k] >> i & 1:
@@ -156,7 +156,7 @@ class _JaxprReader:
 
 
 class _JaxprValues:
-    """The numbered values of one jaxpr."""
+    """The values of one jaxpr, and the index of each variable."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Value] = {}
@@ -174,7 +174,7 @@ class _JaxprValues:
         return self._numbers[atom]
 
     def literal(self, value: Value) -> int:
-        """Adds a literal or static parameter that is read once; returns its number."""
+        """Adds a literal or static parameter; returns the index of the value."""
         number = len(self.by_number)
         self.by_number[number] = value
         self.literals.append(number)
@@ -187,16 +187,16 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """Formats the contents of a small array, for use as its name."""
+    """Formats the contents of a small array, which become the name of a constant."""
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
-    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is not a number
+    known = dtype is None or isinstance(dtype, np.dtype)  # random keys have no numbers
     return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
-    """Returns the node with operands in the neutral order; a static exponent becomes an operand."""
+    """Returns the node with operands in the neutral order, including static exponents."""
     order, numbers = operands.operands_of(eqn)
     more = [values.literal(Value((), "int32", str(n))) for n in numbers]
     inputs = (*(node.inputs[i] for i in order), *more)
@@ -212,8 +212,8 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 def _described(eqn: Eqn) -> dict[str, Any]:
     """Returns the operation, native name, attributes and mark of an equation's node.
 
-    A call of a function with a custom rule has the function's name as an attribute, and as its
-    operation if a library owns the function. A gradtools rule or edit has the rule's name.
+    The attribute "name" of a custom rule is the name of its function or gradtools rule. The
+    operation is also the function's name if the function belongs to a library.
     """
     name, inner = eqn.primitive.name, [*jaxprs.sub_jaxprs(eqn.params)]
     native = name
@@ -228,7 +228,7 @@ def _described(eqn: Eqn) -> dict[str, Any]:
         function = next(map(function_name, inner), "").lstrip("_") or name
         is_own = lambda x: source_lines.is_own(x) and not source_lines.is_gradtools(x)
         operation, mark, edit = "custom_rule", CUSTOM, _edit(eqn)
-        if any(map(is_own, inner)):  # a function of JAX, flax, equinox or optax
+        if any(map(is_own, inner)):  # functions of JAX, flax, equinox or optax
             operation, mark = function, ""
         native, mark = edit or name, _EDITED if edit else mark
         attributes = {"name": function}
@@ -241,14 +241,14 @@ def _described(eqn: Eqn) -> dict[str, Any]:
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Returns whether an equation belongs to a rule; custom_vmap also has a "rule" parameter."""
+    """Returns whether an equation is a gradtools rule; custom_vmap also has a "rule" parameter."""
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
 
 
 def _edit(eqn: Eqn) -> str:
     """Returns the name of a reverse-only gradient edit; "" for other equations.
 
-    The other inputs of such an edit only enter its cotangent, so their links are cut.
+    The other inputs of a gradient edit only affect the cotangent, so their links are cut.
     """
     if not jaxprs.is_ruled(eqn):
         return ""
@@ -271,7 +271,7 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 
 
 def _loss(eqn: Eqn, links: Links | None) -> str | None:
-    """Returns the kind of loss, if some inexact input has a link that is not differentiable."""
+    """Returns the kind of loss if an inexact input has a nondifferentiable link, otherwise None."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
         loses = bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
@@ -297,7 +297,7 @@ _OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """Returns the context inside an equation; modules come from named scopes or stack frames."""
+    """Returns the context of an equation's bodies, with modules from scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

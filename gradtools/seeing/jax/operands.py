@@ -1,8 +1,8 @@
-"""Translates a JAX equation to its framework-neutral name, operand order and attributes.
+"""Translates a JAX equation to a framework-neutral name, operands and attributes.
 
-Attributes are the parameters that differ from their defaults. Their names are defined in
-`seeing/formulas/words.py`; other primitives keep their name in JAX. Layouts, devices
-and shardings are left out.
+Attributes are the parameters that differ from their defaults. Neutral names are defined in
+`seeing/formulas/words.py`; other primitives have their JAX name. Layouts, devices and shardings are
+omitted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attributes = dict[str, Any]
 
 
 def name_of(eqn: Eqn) -> str:
-    """Returns the neutral name of a primitive."""
+    """Returns the framework-neutral name of an equation's primitive."""
     name = eqn.primitive.name
     if name == "dot_general":
         return "matmul" if _is_matmul(eqn) else "einsum"
@@ -58,7 +58,7 @@ def attributes_of(eqn: Eqn) -> Attributes:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a parameter to numbers, strings and tuples."""
+    """Converts an equation parameter to numbers, strings and tuples."""
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, list | tuple):
@@ -79,7 +79,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 def _unless(usual: Attributes, **attributes: Any) -> Attributes:
-    """Returns the attributes that differ from their usual values."""
+    """Returns the attributes that differ from the default values in `usual`."""
     return {k: v for k, v in attributes.items() if k not in usual or v != usual[k]}
 
 
@@ -106,7 +106,7 @@ def _sliced(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _is_matmul(eqn: Eqn) -> bool:
-    """Returns whether an equation is NumPy's matmul of two arrays with equal batches."""
+    """Returns whether a dot_general is numpy.matmul of two arrays with equal batch axes."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     a, b = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[1]))
     batch = tuple(range(len(batch_left)))
@@ -119,7 +119,7 @@ def _is_matmul(eqn: Eqn) -> bool:
 
 
 def subscripts(eqn: Eqn) -> str:
-    """Returns a contraction's einsum subscripts."""
+    """Returns the einsum subscripts of a dot_general."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     names = iter(ascii_lowercase)
     first = [next(names) for _ in _shape(eqn.invars[0])]
@@ -143,7 +143,7 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     )
 
 
-_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # the total order of a sort
+_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # comparisons in sorts
 _OF_SHAPES = "squeeze expand_dims".split()
 _OF_AXES = "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor".split()
 _SCATTERS = ["scatter", *(f"scatter{s}{of}" for s in "-_" for of in "add sub mul min max".split())]
@@ -155,7 +155,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_OF_SHAPES, lambda p, e: {"shape": _shape(e.outvars[0])}),
     "reshape": lambda p, e: {
         "shape": _shape(e.outvars[0]),
-        "permutation": _ints(p["dimensions"] or ()) or None,  # a transpose before the reshape
+        "permutation": _ints(p["dimensions"] or ()) or None,  # transpose before the reshape
     },
     "broadcast_in_dim": _broadcast,
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
@@ -164,9 +164,9 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
 }
 _RENAMED = {"dimension": "axis", "new_dtype": "dtype", "slice_sizes": "sizes"}
-# Primitives whose only attribute is their name; a composite also has other attributes.
+# Primitives of which only the parameter "name" is an attribute.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
-# Placement and precision of arrays, and names of inner programs.
+# Parameters that are no attributes: placement, precision, and data on inner jaxprs.
 _UNSAID = """
 accuracy sharding out_sharding out_dtype preferred_element_type precision weak_type dimensions rule
 input_dtype index_dtype linear unroll debug_info in_tree out_tree ctx_mesh inline keep_unused

@@ -1,17 +1,17 @@
-"""A JAX program with its backward passes, as a graph and at given values.
+"""Records the forward and backward passes of a JAX program, as a graph or at given values.
 
-The jaxpr is evaluated inside of `jax.vjp`, each equation in a named scope with its number. JAX
-attaches the scope to all equations that it derives from the equation, forward and backward, so each
-derived equation gets the line, the modules and the mark of its origin.
+The jaxpr is evaluated inside of `jax.vjp`, each equation in a named scope with its index. JAX
+copies the scope to all forward and backward equations that are derived from the equation, so each
+derived equation gets the source line, modules and mark of the original equation.
 
-An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
-it is backward of the backward. All other equations run forward, even if only a later pass reads the
-result: where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass
-and saves it.
+An equation that depends on an output cotangent belongs to the backward pass; an equation that
+depends on the cotangent of a gradient belongs to the backward of the backward. All other equations
+belong to the forward pass, even if only a later pass reads the result: for sin, PyTorch saves x,
+and JAX computes and saves cos x in the forward pass.
 
-At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
-evaluated equation by equation. Calls, branches and short loops are inlined, so that the operations
-inside of them are examined.
+For `seeing/diagnostics/gradients_at_values.py`, both passes are evaluated at given values, equation
+by equation. Calls, branches and short loops are inlined, so operations inside of their bodies are
+examined.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _STEP = "gradtools_step_"
 def differentiated(
     closed: Any, leaves: int, wrt: Sequence[int], outs: Sequence[int], order: int = BACKWARD
 ) -> Callable[..., list[Any]]:
-    """Returns the program of all passes: (leaves, cotangents) -> (outputs, gradients).
+    """Returns a function of all passes: (leaves, cotangents) -> (outputs, gradients).
 
     Args:
         closed: The closed jaxpr of the forward pass.
         leaves: The number of inputs of the jaxpr.
-        wrt: The differentiated inputs.
-        outs: The outputs with a cotangent.
+        wrt: The positions of the differentiated inputs.
+        outs: The positions of the outputs that have a cotangent.
         order: 1 with backward, 2 with backward of the backward.
     """
 
@@ -72,7 +72,7 @@ def differentiated(
             return _with_its_line(eqn, xs)
 
     def backward(given: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the gradients, and the outputs."""
+        """Returns the gradients and the outputs of the forward pass."""
 
         def fun(*moving: Any) -> Any:
             full = replaced_at(given, wrt, moving)
@@ -104,7 +104,7 @@ def step_of(eqn: Any) -> int | None:
 
 
 def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation at other operands; `eval_jaxpr` preserves its source line."""
+    """Evaluates an equation with operands `xs`; `eval_jaxpr` preserves the source line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
@@ -121,7 +121,7 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises an error: JAX arrays have no graph."""
+    """Raises an error, because JAX arrays have no autograd graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
@@ -129,7 +129,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """Returns the passes of a program as one graph.
+    """Returns the forward and backward passes of a program as one graph.
 
     order: 0 for forward only, 1 with backward, 2 with backward of the backward.
     """
@@ -165,7 +165,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 def _ends(
     program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
 ) -> tuple[list[tuple[Any, str, int]], list[str]]:
-    """Returns each input's example, name and pass, and the outputs' names."""
+    """Returns (example array, name, pass) of each input, and the names of the outputs."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
@@ -191,9 +191,9 @@ def _in_passes(
     entering: Sequence[int],
     names: Sequence[str],
 ) -> PlainGraph:
-    """Assigns nodes to passes; nodes of later passes get the origin of their forward node.
+    """Assigns nodes to passes; backward nodes get the source line of their forward node.
 
-    entering, names: The pass in which each input enters, and the names of the outputs.
+    entering, names: The pass that first reads each input, and the names of the outputs.
     """
     phase_of = dict(zip(whole.inputs, entering, strict=True))
     phases = _phases(whole, phase_of)
@@ -209,7 +209,7 @@ def _in_passes(
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # second gradients without a gradient's cotangent are always zero
+    ends = [  # omit second gradients that are always zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -229,7 +229,7 @@ _WHOLE = ("chunked", "frozen")
 
 
 def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
-    """Returns the pass of each node; adds the passes of its results to `phase_of`."""
+    """Returns the pass of each node; adds the pass of each computed value to `phase_of`."""
     result = []
     for node in graph.nodes:
         phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)
@@ -238,7 +238,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
     readers: dict[int, int] = {}
     for i in reversed(range(len(result))):
         node = graph.nodes[i]
-        if all(v in graph.captured for v in node.inputs):  # assign it to its first reader
+        if all(v in graph.captured for v in node.inputs):  # assign a constant to its first reader
             result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
         for v in node.inputs:
             readers[v] = min(result[i], readers.get(v, SECOND))
@@ -246,7 +246,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
 
 
 def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
-    """Assigns a node to its pass, with the line, modules and mark of its forward node."""
+    """Returns the node with its pass, and with the source line and mark of its forward node."""
     node = node_in_phase(node, phase)
     if origin is None:
         return node
@@ -271,13 +271,13 @@ def passes_at(
     wrt: Sequence[int],
     outs: Sequence[int],
 ) -> PassesAtValues:
-    """Returns both passes at the given leaves.
+    """Returns the forward and backward passes at the given leaves.
 
     Args:
         closed: The program's closed jaxpr.
         forward: The graph of the jaxpr.
-        leaves: The inputs of the program.
-        wrt: The leaves that are differentiated.
+        leaves: The values of the program's inputs.
+        wrt: The positions of the differentiated leaves.
         outs: The outputs that have a cotangent.
     """
     run = differentiated(closed, len(leaves), wrt, outs)
@@ -304,21 +304,21 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """Returns `origin`, or for an origin with bodies the node itself with the origin's line."""
+    """Returns the node to report: `origin`, or a copy of `node` if `origin` has bodies."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)
 
 
 def _seeds(avals: Sequence[Any]) -> list[Any]:
-    """Returns the outputs' cotangents: 1 for a single scalar, random otherwise."""
+    """Returns the cotangents of the outputs: 1 for a single scalar, otherwise random arrays."""
     rng = np.random.default_rng(0)
     if len(avals) == 1 and avals[0].size == 1:
         return [jnp.ones(avals[0].shape, avals[0].dtype)]
     return [jnp.asarray(rng.uniform(0.5, 1.5, a.shape), a.dtype) for a in avals]
 
 
-Known = tuple[Any, int]  # an array and its number
+Known = tuple[Any, int]  # an array and its index
 Nodes = Sequence[Node]
 
 
@@ -326,17 +326,17 @@ class _Tape(Unrolling[Known, Node, Nodes]):
     """Evaluates a jaxpr and records a step for each node of its graph.
 
     Attributes:
-        steps: The operations so far.
-        sizes: The greatest modulus of each array, by number, as in `PassesAtValues`.
+        steps: The steps of the operations that have been evaluated.
+        sizes: Maps the index of each array to its largest absolute value, as in `PassesAtValues`.
     """
 
     def __init__(self) -> None:
         self.steps: list[PassStep] = []
         self.sizes: dict[int, float | None] = {}
-        self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
+        self._held: dict[int, int] = {}  # index of the contents of each mutable reference
 
     def new(self, x: Any) -> Known:
-        """Numbers an array; for a mutable reference, its contents are examined."""
+        """Assigns an index to an array, or to the contents of a mutable reference."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size
@@ -344,7 +344,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
         return x, number
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Known]) -> list[Known]:
-        """Returns the outputs of a closed jaxpr."""
+        """Evaluates a closed jaxpr and returns the outputs."""
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
         consts = [self.new(jax.new_ref(x[...]) if is_ref(var) else x) for var, x in pairs]
         return self.evaluated(closed.jaxpr, [*consts, *args], graph.nodes)
@@ -366,7 +366,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # may differ: a derived jaxpr
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # a derived jaxpr may differ
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

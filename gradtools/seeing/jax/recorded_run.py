@@ -1,4 +1,4 @@
-"""`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
+"""`record` for JAX traces a program and returns the jaxpr as a graph.
 
 An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); this conversion
 is reported as the finding.
@@ -27,7 +27,7 @@ __all__ = ["captured_arrays", "is_model", "record", "repeatable", "trace"]
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """Records a function of flat leaves as a graph and differentiates it."""
+    """Traces a function of flat leaves, and computes its gradients at the leaves."""
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
@@ -49,17 +49,17 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         raise
     except Exception as error:
         if any(node.loss == "left_framework" for _, node in graph.walk()):
-            return Recording(graph)  # JAX does not differentiate a callback: a finding
+            return Recording(graph)  # JAX does not differentiate callbacks
         raise GradtoolsError(
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """Returns f with the state of its stateful modules restored after each run."""
+    """Returns a function that calls f and restores the state of its modules after each run."""
     return stateful(caller, f, ()) or f
 
 
 def is_model(x: Any) -> bool:
-    """Returns whether x is a module of a library."""
+    """Returns whether x is a module of equinox or flax."""
     return isinstance(x, module_kinds())

@@ -1,7 +1,8 @@
 """Finds the source lines and modules of JAX equations.
 
-`gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
-otherwise of an installed package. JAX keeps each equation's stack up to the start of the trace.
+`gradtools.code_origin` classifies stack frames. The source line of an equation is the innermost
+line of the user's code, or else of an installed package. JAX keeps each equation's stack up to the
+start of the trace.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from gradtools.jax._upstream import file_of, stack_of
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
-    """Returns the innermost line of the user's code that made an equation.
+    """Returns the innermost line of the user's code in the stack of an equation.
 
-    A stack ends where tracing began, so a library's jitted function may contain no such line. Then
-    `site`, the line of the call, or a line of an installed package is returned.
+    A stack ends at the start of the trace, so equations of a library's jitted function may have no
+    line of the user's code. In this case, returns `site`, the line of the call, or a line of an
+    installed package.
     """
     package: Source | None = None
     for frame in stack_of(eqn):
@@ -48,7 +50,7 @@ def _line(frame: Any) -> Source:
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
-    """Returns the innermost user line in an error's traceback, and its modules."""
+    """Returns the innermost user line in the traceback of an error, and the running modules."""
     modules = [name for function, file in functions_in(error) for name in _module(function, file)]
     return innermost(lines_of(error), PACKAGE), tuple(modules)
 
@@ -64,16 +66,16 @@ def is_gradtools(jaxpr: Any) -> bool:
 
 
 def modules_around(eqn: Any) -> tuple[str, ...]:
-    """Returns the classes whose ``__call__`` is in an equation's stack, outermost first.
+    """Returns the names of classes with ``__call__`` in an equation's stack, outermost first.
 
-    They are used for modules without named scopes: flax.nnx modules and the user's callables.
+    The class names replace named scopes, which flax.nnx modules and user-defined callables lack.
     """
     names = [name for f in stack_of(eqn) for name in _module(f.function_name, f.file_name)]
     return tuple(reversed(names))
 
 
 def _module(function: str, file: str) -> list[str]:
-    """Returns the class if a function is a module's ``__call__``."""
+    """Returns [class name] if the function is the ``__call__`` of a module, otherwise []."""
     owner, _, method = function.rpartition(".")
     called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
     return [owner] if called and not is_in(_ENGINES, file) else []

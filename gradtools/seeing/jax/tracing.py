@@ -1,14 +1,14 @@
 """Traces programs, including Python branches on values and data-dependent shapes.
 
-A program is traced abstractly, so no number is computed. Eager differentiation allows programs to
-branch on values; plain tracing does not, because tracers have no values. Such a program is traced
-under a `Trace` that wraps JAX's trace and forwards every primitive to the wrapped trace. If Python
-needs a tracer's value (``bool(x)``), the value is computed from the jaxpr traced so far, and the
-program is traced again with all values that were needed so far::
+A program is traced abstractly, so no number is computed. A program under eager `jax.grad` may
+branch on values, but plain tracing fails at such a branch, because tracers have no values. Such a
+program is traced under a `Trace` that wraps JAX's trace and forwards every primitive to the wrapped
+trace. If Python needs the value of a tracer (``bool(x)``), the value is computed from the jaxpr of
+the incomplete trace, and the program is traced again with all known values::
 
     answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 
-Conversions that leave the framework (float, item, int, NumPy) raise as in a plain trace.
+Conversions to float, int or NumPy arrays raise an error, as in a plain trace.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LEAVING = (
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced program.
+    """A traced program and its outputs that are not JAX arrays.
 
     Attributes:
-        closed: The closed jaxpr.
+        closed: The closed jaxpr of the program.
         host_outputs: The indices of outputs that are not JAX arrays.
     """
 
@@ -51,7 +51,7 @@ class Traced:
 
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """Returns the jaxpr of a run."""
+    """Traces `run` at the given leaves."""
     host: list[int] = []
 
     def fun(*xs: Any) -> list[Any]:
@@ -70,7 +70,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 
 
 def _constant(y: Any) -> Any:
-    """Returns a NumPy or Python output as a constant of its shape."""
+    """Converts a NumPy or Python output to a JAX constant."""
     array = np.asarray(y)
     return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
 
@@ -79,7 +79,7 @@ def _constant(y: Any) -> Any:
 
 
 def what_left(error: Exception) -> Finding | None:
-    """Returns the finding for an array that left JAX; None for a branch or shape on its values."""
+    """Returns a finding if a conversion to a NumPy array or number raised the error, else None."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
     if isinstance(error, jax.errors.TracerBoolConversionError):
@@ -100,9 +100,9 @@ def what_left(error: Exception) -> Finding | None:
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """Returns the names of the arrays that a function can reach without its arguments, by id."""
+    """Maps the ids of the arrays that a function captures to their names."""
     owner = getattr(run, "__self__", None)
-    start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
+    start = getattr(owner, "f", run)  # the user's function without arguments
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     result: dict[int, str] = {}
     for x, name in named_objects([(start, ""), (type(start).__call__, "")], is_array):
@@ -115,11 +115,11 @@ def captured_arrays(run: Run) -> dict[int, str]:
 
 
 def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """Returns `jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
+    """Returns `jax.make_jaxpr(fun)(*leaves)`, where `fun` may branch on values.
 
     Args:
-        fun: Takes and returns flat lists of arrays.
-        leaves: The arrays that determine the branches and shapes.
+        fun: A function from arrays to a list of arrays.
+        leaves: The arrays at which branches and data-dependent shapes are evaluated.
     """
     answers: Answers = []
     while True:
@@ -130,7 +130,7 @@ def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
-    """Returns the jaxpr of the whole program, or of the next value that Python needs."""
+    """Returns (jaxpr, True) of the whole program, or (jaxpr, False) of the next needed value."""
     complete = True
 
     def answering(*inner: Any) -> Any:
@@ -189,7 +189,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Returns a method that unwraps its tracers and calls the parent's method of that name."""
+    """Returns a method that calls the wrapped trace's method `name` with unwrapped tracers."""
 
     def process(self: _AnsweringTrace, *args: Any, **kwargs: Any) -> Any:
         plain = [
@@ -223,17 +223,18 @@ class _AnsweringTracer(Tracer):
         return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the value if JAX counts the entries of a boolean index; raises in user code."""
+        """Returns the value if JAX itself converts the tracer; raises an error in user code."""
         return (
             self.front.answer(self) if called_by_jax(1) else self.inner.__array__(*args, **kwargs)
         )
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """The wrapped tracer, for JAX's own trace, which may find this tracer in closures.
+        """Returns a function that returns the wrapped tracer, for tracers in closures.
 
-        JAX reads this attribute of every array, because some arrays are symbolic dimensions. For
-        integers, which may be used as a shape, the attribute is missing, so JAX requests the value.
+        JAX reads this attribute of every array, because some arrays are symbolic dimensions.
+        Integers may be used as shapes, so they raise AttributeError, and JAX then requests the
+        value.
         """
         if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
@@ -244,7 +245,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _leaving(name: str) -> Callable[..., Any]:
-    """Returns a conversion method that calls the wrapped tracer's method, which raises."""
+    """Returns a conversion method that raises the error of the wrapped tracer's method."""
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 

@@ -1,8 +1,8 @@
-"""Lists the arrays of a JAX model (equinox, flax, pytrees), and the arrays its optimizer changes.
+"""Lists the arrays of a JAX model, and the arrays that its optimizer changes.
 
-A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
-are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
-an array whose update is zero counts as unchanged if other updates are nonzero.
+A loss function that captures a model is traced once. The arrays of the model are constants of the
+jaxpr, which are identified by id and replaced by variables. An optax optimizer is called with
+gradients of ones; an array with zero update counts as unchanged if other updates are nonzero.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lifted(
     whole = opened(caller, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args
-    run = stateful(caller, f, ()) or f  # restores the state of the model after each run
+    run = stateful(caller, f, ()) or f  # restores the model's state after each run
     places = {id(x): k for k, x in enumerate(arrays)}
 
     def outputs(_: Any) -> list[Any]:
@@ -56,7 +56,7 @@ def lifted(
 
 
 def model_of(f: Any) -> Any:
-    """Returns f if it is a module, otherwise the modules that it captures, or None."""
+    """Returns f if f is a module, otherwise the modules that f captures, or None."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -67,12 +67,12 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Returns whether the arguments of f are the parameters: f captures no module."""
+    """Returns whether f captures no module, so that its arguments are the parameters."""
     return model_of(f) is None
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists the arrays of a model or of a tree of models and arrays."""
+    """Lists the floating arrays of a model, or of a pytree of models and arrays."""
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree.leaves_with_path(part_of(model))
     result = [
@@ -94,7 +94,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """Finds the arrays that a step with gradients of one changes.
+    """Finds the arrays that an optimizer step with gradients of ones changes.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`.
     """
@@ -109,7 +109,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
                 f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
-                "Pass the model, or the part of it, for which the optimizer was made."
+                "Pass the model, or the part of the model, for which the optimizer was created."
             ) from error
     else:
         raise GradtoolsError(
@@ -120,7 +120,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # ids; raw: arrays whose update is the gradient
+    moved, raw = set[int](), set[int]()  # ids of arrays; `raw` has updates equal to the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))
@@ -137,5 +137,5 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """Replaces a state's Variables by arrays; older flax calls this function `pure`."""
+    """Replaces the Variables in an nnx state by arrays."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)

@@ -1,10 +1,11 @@
-"""`formula` in JAX: translates a run of f to expressions, and computes JAX's derivatives of f.
+"""`formula` for JAX: translates the jaxpr of f to expressions, and computes derivatives of f.
 
-f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
+The jaxpr of f is translated equation by equation. Values that do not depend on the arguments are
 computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)
-if the vocabulary contains them; otherwise it becomes an opaque operation. Loops, branches,
-functions with custom rules, and JAX functions with an opaque part also become opaque operations:
-the name `solve` is more readable than the LU factors. A random draw is a constant.
+if the vocabulary contains this name; otherwise the equation becomes an opaque operation. Loops,
+branches, functions with custom rules, and JAX functions with an opaque part also become opaque
+operations, because a name such as `solve` is more readable than LU factors. A random draw is a
+constant.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gradtools.seeing.jax import operands, recorded_run, source_lines
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """Translates the forward program; evaluates indices and random draws at its leaves."""
+    """Translates f to expressions; evaluates indices and random draws at the given leaves."""
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
     translator = _Translator(program.backend)
@@ -51,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns JAX's outputs and gradients of f; with directions, also their derivatives.
+    """Returns outputs and gradients of f computed by JAX; with directions, also second derivatives.
 
     active: The positions of the differentiated inputs.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -70,23 +71,22 @@ def differentiated(
     return [outputs, gradients, twice.value(*inputs, *cotangents, *directions)]
 
 
-# An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random
-# keys.
+# An expression, or a NumPy array or random key that does not depend on the arguments.
 Entry = Any
 
 
 class _Translator:
-    """Translates a jaxpr to expressions."""
+    """Translates the equations of a jaxpr to expressions."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.inputs: list[Expr] = []
-        self.held: dict[Expr, Any] = {}  # the captured arrays
-        self.dtypes: set[str] = set()  # the dtypes of floating and complex results
-        self._leaves: dict[Expr, Any] = {}  # the leaves of the arguments
+        self.held: dict[Expr, Any] = {}  # captured arrays
+        self.dtypes: set[str] = set()  # dtypes of floating and complex results
+        self._leaves: dict[Expr, Any] = {}  # leaves of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """Returns the entry of an argument's leaf; a random key is returned unchanged."""
+        """Returns a placeholder for a leaf of the arguments; returns random keys unchanged."""
         if _is_key(x):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return x
@@ -95,7 +95,7 @@ class _Translator:
         return self.inputs[-1]
 
     def captured(self, x: Any, name: str = "") -> Entry:
-        """Returns a placeholder for a captured array that is inexact or named, else the array."""
+        """Returns a placeholder for an inexact or named captured array; returns other arrays."""
         if _is_key(x) or x.dtype == np.uint32:
             return x
         if not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
@@ -106,7 +106,7 @@ class _Translator:
         return p
 
     def expr(self, entry: Entry) -> Expr:
-        """Returns the entry as an expression."""
+        """Converts an entry to an expression."""
         if isinstance(entry, Expr):
             return entry
         value = np.asarray(entry)
@@ -114,7 +114,7 @@ class _Translator:
         return constant(value.astype(np.float64) if floating else value)
 
     def value_of(self, x: Expr) -> np.ndarray:
-        """Returns the numbers of an expression in this run."""
+        """Evaluates an expression at the leaves of the arguments."""
         known = self._leaves | self.held
         return evaluate([x], {p: known[p] for p in order([x]) if p.op == "placeholder"})[0]
 
@@ -128,7 +128,7 @@ class _Translator:
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""
         name = eqn.primitive.name
-        if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
+        if name in _OF_KEYS:  # evaluate random keys at the leaves
             key_of = lambda e: self.value_of(e).astype(np.uint32) if isinstance(e, Expr) else e
             entries = [*map(key_of, entries)]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
@@ -143,13 +143,13 @@ class _Translator:
             results = self._read(eqn, entries)
             if results is not None and None not in results:
                 return self._fitted(eqn, results)
-        # For a host function, the name of its kernel.
+        # A host function is written by the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
         return self._named(eqn, entries, shown)
 
     def _read(self, eqn: Any, entries: Sequence[Entry]) -> Sequence[Expr | None] | None:
-        """Translates an equation by the vocabulary; None if the vocabulary lacks it."""
+        """Translates an equation by the vocabulary; None if the vocabulary lacks the operation."""
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
         if eqn.primitive.name == "gather":
@@ -178,7 +178,7 @@ class _Translator:
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
         if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
             return None
-        rows = indices.args[0].args  # the operands of concatenate; the iota is not an operand
+        rows = indices.args[0].args  # operands of concatenate, without the iota
         counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
         if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
             return None
@@ -190,7 +190,7 @@ class _Translator:
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(self, eqn: Any, entries: Sequence[Entry], name: str) -> list[Entry]:
-        """Translates an equation to an opaque operation; its kernel contains known integers."""
+        """Translates an equation to an opaque operation, whose kernel contains known integers."""
 
         def is_shown(e: Entry) -> bool:
             is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))
@@ -205,7 +205,7 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Inlines a program at the given operands."""
+        """Translates an inner jaxpr at the given operands (inlining)."""
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -241,7 +241,7 @@ _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "thre
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation at the given operands; a literal keeps its dtype."""
+    """Evaluates an equation at the given operands; literals have their own dtype."""
     pairs = zip(eqn.invars, values, strict=True)
     return jaxprs.bound(eqn, [a.val if isinstance(a, Literal) else x for a, x in pairs])
 

@@ -1,7 +1,7 @@
 """Evaluates a jaxpr at given values, including the operations of calls, branches and loops.
 
-This module is used by `why_zero` (`passes.py`), which examines the passes of a program, and
-`first_divergence`, which compares the values of two programs.
+`why_zero` (`passes.py`) uses this module to examine the passes of a program, and `first_divergence`
+to compare the values of two programs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from gradtools.jax import jaxprs
 
-V = TypeVar("V")  # the representation of a value
-P = TypeVar("P")  # the place of an equation
-J = TypeVar("J")  # the place of a jaxpr
+V = TypeVar("V")  # representation of an array, such as (array, index)
+P = TypeVar("P")  # location of an equation
+J = TypeVar("J")  # location of a jaxpr
 Evaluate = Callable[[list[Any]], list[Any]]
 
 
@@ -25,8 +25,8 @@ class Unrolling(Generic[V, P, J]):
     """Evaluates a jaxpr equation by equation; subclasses record the operations.
 
     Attributes:
-        longest: The maximum number of equations of an unrolled loop. A longer scan is one
-            operation, and so is the rest of a longer while loop.
+        longest: The maximum number of equations of an unrolled loop. A longer scan and the
+            remaining iterations of a longer while loop are each one operation.
     """
 
     longest = 2000
@@ -34,31 +34,31 @@ class Unrolling(Generic[V, P, J]):
     # --- representation
 
     def array(self, value: V) -> Any:
-        """Returns the array of a value."""
+        """Returns the JAX array that `value` represents."""
         raise NotImplementedError
 
     def literal(self, literal: Any) -> V:
-        """Returns the value of a literal."""
+        """Returns the representation of a literal of a jaxpr."""
         raise NotImplementedError
 
     def constant(self, x: Any) -> V:
-        """Returns the value of an array that a jaxpr contains."""
+        """Returns the representation of a constant array of a jaxpr."""
         raise NotImplementedError
 
     def place(self, at: J, i: int, eqn: Any) -> P:
-        """Returns the place of equation i of a jaxpr."""
+        """Returns the location of equation i of a jaxpr."""
         raise NotImplementedError
 
     def inside(self, at: P, k: int, iteration: int | None) -> J:
-        """Returns the place of inner jaxpr k of an equation, in an iteration of a loop."""
+        """Returns the location of inner jaxpr k of an equation, in an iteration of a loop."""
         raise NotImplementedError
 
     def operation(self, at: P, name: str, evaluate: Evaluate, xs: Sequence[V]) -> list[V]:
-        """Returns the results of an operation."""
+        """Evaluates and records an operation; returns its results."""
         raise NotImplementedError
 
     def enters(self, eqn: Any, at: P) -> bool:
-        """Returns whether the inner jaxprs of an equation are evaluated."""
+        """Returns whether to evaluate the inner jaxprs of an equation step by step."""
         name = eqn.primitive.name
         if name == "scan":
             size = eqn.params["length"] * len(jaxprs.programs_of(eqn)[0].jaxpr.eqns)
@@ -68,12 +68,12 @@ class Unrolling(Generic[V, P, J]):
     # --- evaluation
 
     def evaluated(self, jaxpr: Any, entries: Sequence[V], at: J) -> list[V]:
-        """Returns the outputs of an open jaxpr, whose constants and inputs are `entries`."""
+        """Evaluates an open jaxpr with constants and inputs `entries`; returns the outputs."""
         step = lambda i, eqn, xs: self.equation(eqn, xs, self.place(at, i, eqn))
         return jaxprs.interpreted(jaxpr, entries, step, self.literal)
 
     def equation(self, eqn: Any, xs: list[V], at: P) -> list[V]:
-        """Returns the results of an equation."""
+        """Evaluates an equation, or its inner jaxprs; returns the results."""
         name = eqn.primitive.name
         if not self.enters(eqn, at):
             return self.operation(at, name, partial(jaxprs.bound, eqn), xs)
@@ -87,13 +87,13 @@ class Unrolling(Generic[V, P, J]):
         return self.program(programs[k], xs, self.inside(at, k, None))
 
     def program(self, held: jaxprs.HeldJaxpr, xs: Sequence[V], at: J) -> list[V]:
-        """Returns the outputs of an inner jaxpr."""
+        """Evaluates an inner jaxpr and returns the outputs."""
         return self.evaluated(held.jaxpr, [*map(self.constant, held.consts), *xs], at)
 
     def _scan(self, eqn: Any, xs: list[V], at: P) -> list[V]:
         held, length = jaxprs.programs_of(eqn)[0], eqn.params["length"]
         count, carried = jaxprs.scan_counts(eqn)
-        # An array as the index needs one compilation for all rows.
+        # With an array as index, JAX compiles once for all rows.
         index = lambda x, i: jax.lax.dynamic_index_in_dim(x, jnp.asarray(i), keepdims=False)
         rows = lambda x: [index(x[0], i) for i in range(length)]
         columns = [self.operation(at, "row", rows, [x]) for x in xs[count + carried :]]

@@ -1,1 +1,1 @@
-"""Pictures of graphs: layout, SVG, Mermaid, Graphviz and an interactive HTML page."""
+"""Pictures of gradient graphs as SVG, Mermaid, Graphviz and interactive HTML."""

@@ -1,7 +1,7 @@
-"""Measures the text of a box and sizes the box.
+"""Wraps and measures the text of a box, and computes the size of the box.
 
-Text is set in a monospaced font. Common fonts differ by a few percent in width; the advance below
-is an upper bound for them. Long text is wrapped at separators of names.
+Text is set in a monospaced font. Common monospaced fonts differ by a few percent in width;
+`_ADVANCE` is an upper bound. Long text is wrapped at separators such as spaces, dots and slashes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSED = "▸ "
 
 @dataclass(frozen=True)
 class Row:
-    """One line of text, with its style and its baseline below the card's top."""
+    """A line of text with its style and the distance of its baseline from the top of the card."""
 
     text: str
     style: str
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    """The text of a box, and the box's size."""
+    """The lines of text and the size of a box."""
 
     rows: tuple[Row, ...]
     width: float
@@ -41,7 +41,7 @@ class Card:
 
 
 def card_of(item: Box | Block) -> Card:
-    """Makes the card of a box, or of a collapsed block."""
+    """Returns the card of a box or of a collapsed block."""
     titles = [*_lines(item.heading if isinstance(item, Box) else item.title, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]
@@ -62,13 +62,13 @@ def card_of(item: Box | Block) -> Card:
 
 
 def size_of(style: str) -> float:
-    """Returns the font size of a style."""
+    """Returns the font size of a style such as "title"."""
     return TITLE if style == "title" else LINE
 
 
 @lru_cache(maxsize=10000)
 def text_width(text: str, size: float) -> float:
-    """Returns an upper bound of a text's width in common monospaced fonts."""
+    """Returns an upper bound of the width of a text in common monospaced fonts."""
     return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
 
 
@@ -106,7 +106,7 @@ def short(text: str, longest: int = 60) -> str:
 
 
 def shown(text: str) -> str:
-    """Replaces undrawable characters by a dot: control characters, surrogates."""
+    """Replaces control characters and surrogates, which cannot be drawn, by a dot."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -1,8 +1,9 @@
 """Draws a graph as a self-contained HTML page, or as an SVG document.
 
-The layout is in JavaScript, because the page runs it again whenever a block opens or closes:
-`layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles events. For an
-SVG file, QuickJS runs the same scripts. Picture and page follow the reader's light or dark setting.
+The layout is in JavaScript, because the page computes a new layout whenever a block is expanded or
+collapsed: `layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles
+events. For an SVG file, QuickJS runs the same scripts. The SVG and HTML output follow the light or
+dark setting of the reader's system.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import THEMES, page_style, style_sheet
 
 _THEMES = ("auto", *THEMES)
-_STACK = 64 << 20  # bytes; enough for blocks nested a thousand deep
+_STACK = 64 << 20  # stack size in bytes, for 1000 levels of nested blocks
 _FILE = """
 (data, style) => {
   const G = JSON.parse(data);
@@ -39,9 +40,10 @@ def to_svg(
 
     Args:
         graph: The graph.
-        depth: The number of open levels of blocks; None opens as many as fit one screen.
+        depth: The number of expanded levels of blocks; None expands as many levels as fit on a
+            screen.
         theme: "light", "dark", or "auto" for the setting of the reader's system.
-        title: The picture's title.
+        title: The title of the picture.
 
     Returns:
         An SVG document.
@@ -61,12 +63,12 @@ def _check_theme(caller: str, theme: str) -> None:
 
 
 def interpreter() -> Any:
-    """Makes a JavaScript context with the layout and markup scripts, bound to this thread."""
+    """Returns a JavaScript context with the layout and markup scripts, for this thread only."""
     try:
         import quickjs
     except ModuleNotFoundError:
         raise GradtoolsError(
-            "to_svg: a picture in a file needs quickjs-ng, which is not installed. Fix: "
+            "to_svg: an SVG file needs quickjs-ng, which is not installed. Fix: "
             'pip install "gradtools[svg]", or write an .html page, which needs no interpreter.'
         ) from None
     context = quickjs.Context()
@@ -85,7 +87,7 @@ def to_html(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """Draws a graph as a self-contained HTML page whose blocks open and close; see `to_svg`."""
+    """Draws a graph as a self-contained HTML page with collapsible blocks; see `to_svg`."""
     _check_theme("to_html", theme)
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)

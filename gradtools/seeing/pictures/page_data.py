@@ -1,6 +1,7 @@
 """Converts an outline to JSON data for layout.js, markup.js and page.js.
 
-Text widths are measured in Python. The scripts measure only byte sizes, with `advance` per letter.
+Widths of texts are measured in Python. The scripts measure only texts of byte sizes, as `advance`
+times the number of letters.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _WORDS: dict[int | str, str] = {
 
 @cache
 def script(name: str) -> str:
-    """Reads a script, a style sheet or a page of this folder."""
+    """Reads a script, style sheet or HTML page of this folder."""
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 
 def data_of(outline: Outline, depth: int | None = None) -> dict[str, Any]:
-    """Converts an outline to JSON data.
+    """Converts an outline to a dict that can be written as JSON.
 
     Args:
         outline: The outline.
-        depth: The number of open levels of blocks; None opens as many as fit one screen.
+        depth: The number of expanded levels of blocks; None expands as many levels as fit on a
+            screen.
     """
     views = [outline.opened(depth)]
-    while depth is None and 0 < len(views[-1]) < len(outline.blocks):  # expand one level less
+    while depth is None and 0 < len(views[-1]) < len(outline.blocks):  # collapse one more level
         levels = max(len(outline.around[key]) for key in views[-1])
         views.append(outline.opened(levels - 1))
     items = [item for column in outline.columns for item in (column, *column.walk())]
@@ -68,7 +70,7 @@ def _item(item: Box | Block) -> dict[str, Any]:
         width = text_width(heading if item.kind == "pass" else f"▾ {heading}", LINE)
         children = [child.key for child in item.children]
         block = dict[str, Any](children=children, short=heading, nameWidth=width)
-    # the width of the pill around a mark
+    # width of the rounded frame around a mark
     pills = [text_width(x.text, LINE) + 10 if x.style == "mark" else 0.0 for x in card.rows]
     rows = zip(card.rows, pills, strict=True)
     return {

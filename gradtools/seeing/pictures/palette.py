@@ -1,9 +1,9 @@
 """The colours of the pictures, for light and for dark backgrounds.
 
-The passes are blue, orange and a purple of a different lightness, after Okabe and Ito (2008), so
-that they are distinguishable with every kind of colour vision (a test simulates them). Nothing is
-shown by colour only: each pass is a column with its name, cuts have a cross and a reason, residuals
-are dashed, and marks are words.
+The passes are blue, orange and a purple of another lightness, after Okabe and Ito (2008), so that
+readers with any type of colour vision can distinguish the passes (a test simulates each type). No
+information is shown by colour only: each pass is a column with a title, cuts have a cross and a
+reason, residuals are dashed, and marks are words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtools.seeing.pictures.page_data import script
 
 @dataclass(frozen=True)
 class Colours:
-    """A theme: colours by their use; each pass has an (edge, fill) pair."""
+    """The colours of a theme; each pass has a pair of edge and fill colours."""
 
     paper: str
     ink: str
@@ -53,7 +53,7 @@ FONT = (
 
 
 def style_sheet(theme: str = "auto") -> str:
-    """Returns a picture's CSS for a theme: "light", "dark" or "auto" (the reader's setting)."""
+    """Returns the CSS of an SVG picture for the theme "light", "dark" or "auto"."""
     shapes = Template(script("shapes.css")).substitute(font=FONT)
     if theme in THEMES:
         return shapes + _coloured(THEMES[theme])
@@ -62,9 +62,9 @@ def style_sheet(theme: str = "auto") -> str:
 
 
 def page_style(css: str) -> str:
-    """Returns a page's CSS: the reader's setting, unless ``data-theme`` overrides it.
+    """Returns the CSS of an HTML page; ``data-theme`` overrides the setting of the system.
 
-    css: The page's own style sheet, which reads the colours as variables.
+    css: The style sheet of the page, which uses the colours as CSS variables.
     """
     light, dark = (
         f"--ink: {c.ink}; --paper: {c.paper}; --frame: {c.frame}; --faint: {c.faint}; "

@@ -1,4 +1,4 @@
-"""Writes graphs and formulas to files, in the format of the file's suffix."""
+"""Writes graphs and formulas to files, in the format of the file suffix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 
-Forms = Mapping[str, Callable[..., str]]  # maps suffixes to functions of an object and options
+Forms = Mapping[str, Callable[..., str]]  # maps a suffix to the function that formats an object
 
 
 def save(seen: Any, forms: Forms, path: str | os.PathLike[str], **view: Any) -> None:
-    """Writes an object in the format of the path's suffix.
+    """Writes a graph or formula in the format of the suffix of `path`.
 
     Raises:
-        GradtoolsError: The suffix is unknown.
+        GradtoolsError: The suffix of `path` is not in `forms`.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in forms:

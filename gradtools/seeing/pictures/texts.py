@@ -1,7 +1,7 @@
-"""Formats a graph as text for a terminal, for Mermaid and for Graphviz.
+"""Formats a graph as text for terminals, Mermaid and Graphviz.
 
-On a terminal, letters name the values. A line is an assignment with the shape and the bytes that
-are saved for a later pass::
+In terminal text, values are named by letters. A line is an assignment with the shape of the value
+and the bytes that are saved for a later pass::
 
     forward
       a = argument 0           8×4 float32
@@ -16,8 +16,8 @@ from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
-_FIT = 90  # number of lines up to which blocks are expanded
-_WIDEST = 56  # maximum width of the shapes' column, in characters
+_FIT = 90  # maximum number of drawn operations and collapsed blocks
+_WIDEST = 56  # maximum width of the column of assignments, in characters
 
 
 def to_text(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
@@ -28,7 +28,7 @@ def to_text(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> 
     for arrow in outline.seen_arrows(opened):
         if arrow.saved:
             kept.setdefault(arrow.source, set()).update(arrow.values)
-    lines: list[tuple[str, str, str]] = []  # an assignment, its shape, and notes
+    lines: list[tuple[str, str, str]] = []  # (assignment, shape, notes)
     for event, depth, item in outline.drawn(opened):
         indent, mark = "  " * depth, f"◆ {item.mark}" if item.mark else ""
         notes = [mark, f"kept: {outline.kept_text(kept[item.key])}" if item.key in kept else ""]
@@ -102,7 +102,7 @@ def to_mermaid(graph: PlainGraph, *, depth: int | None = None, title: str = "") 
 
 
 def _in_mermaid(*lines: str) -> str:
-    """Quotes a label; special characters of Mermaid and HTML become ``#code;``."""
+    """Quotes a label for Mermaid; escapes special characters as ``#code;``."""
     safe = lambda x: x if x.isalnum() or x in _SAFE else f"#{ord(x)};"
     return '"{}"'.format("<br/>".join("".join(map(safe, shown(line))) for line in lines))
 
@@ -111,7 +111,7 @@ def _in_mermaid(*lines: str) -> str:
 
 
 def to_dot(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
-    """Formats a graph in Graphviz' language; see `to_svg` for the options."""
+    """Formats a graph in the DOT language of Graphviz; see `to_svg` for the options."""
     outline = outline_of(graph, title=title)
     opened = outline.opened(depth)
     lines = [
@@ -161,6 +161,6 @@ def to_dot(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> s
 
 
 def _in_dot(text: str) -> str:
-    """Quotes a string for Graphviz, with centred lines."""
+    """Quotes a label for Graphviz, with centered lines."""
     lines = [shown(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
     return '"{}"'.format("\\n".join(lines).replace("&", "&amp;"))

@@ -1,1 +1,1 @@
-"""PyTorch's implementation of `gradtools.seeing`: records and translates runs."""
+"""PyTorch implementation of `gradtools.seeing`: records runs as graphs and as formulas."""

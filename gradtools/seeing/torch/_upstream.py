@@ -1,4 +1,4 @@
-"""The private names of PyTorch that only recorders use, each with its reason.
+"""Private names of PyTorch that only the recorders use, each with the reason for its use.
 
 See `gradtools.torch._upstream` for the other names.
 """
@@ -17,7 +17,7 @@ from torch.autograd import function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
-"""Reads attributes of the tensor itself, not of a tensor that a mode substitutes for it.
+"""Disables function modes, so attributes are read from the tensor itself.
 
 Among the names imported above, HigherOrderOperator is the class of operators such as cond, and
 custom_function_call is the operator that torch.func calls instead of `Function.apply`.
@@ -25,7 +25,7 @@ custom_function_call is the operator that torch.func calls instead of `Function.
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that does not import dynamo, since that import takes longer than a run.
+    """A dispatch mode that does not import dynamo, because this import takes longer than a run.
 
     The mode never runs inside of compiled code.
     """
@@ -38,31 +38,31 @@ class Watching(TorchDispatchMode):
 _SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
 Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
-"""The classes whose `apply` a recorder patches, so that it also records a bound `Function.apply`.
+"""The classes whose `apply` is patched, so that recorders also record a bound `Function.apply`.
 Since PyTorch 2.14 `torch.autograd.Function` has its own `apply` in C."""
 
 
 def is_inside_autograd() -> bool:
-    """Returns whether autograd dispatched the operation; False if it detaches a saved tensor."""
+    """Returns whether autograd dispatched the operation; False for the detach of saved tensors."""
     excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
     return excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Returns the node whose backward is running; its operations get the forward line."""
+"""Returns the running backward node, which gives its operations the forward source line."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Returns an operator's name and its arguments' names."""
+"""Returns the schema of an operator: its name and the names of its arguments."""
 
 
 def described(node: Any) -> Sequence[Any]:
-    """Returns the shape, dtype and device of each output of a node."""
+    """Returns the shape, dtype and device of each output of an autograd node."""
     described: Sequence[Any] = getattr(node, "_input_metadata", ())
     return described
 
 
 def decompositions() -> Any:
-    """Returns PyTorch's own decompositions of operators; the import takes a second."""
+    """Returns PyTorch's operator decompositions; imported lazily, because the import is slow."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

@@ -1,8 +1,7 @@
 """Reads the autograd graph of existing tensors.
 
-No program runs. Autograd's nodes are visited from the results to the leaves and listed in the order
-of the forward pass. An edge is a tensor with a derivative: operands that are constants are not
-part of autograd's graph.
+No program runs. Autograd nodes are visited from the results to the leaves, and listed in forward
+order. Each edge is a tensor with a derivative; constants are not in the autograd graph.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
             "detached, or call why_zero, which names the line that stops the gradient."
         )
     values: dict[int, Value] = {}
-    numbers: dict[Any, int] = {}  # by (node, number of its output)
+    numbers: dict[Any, int] = {}  # value index by (node, output index)
     nodes, inputs = list[Node](), list[int]()
 
     def new(x: Any, name: str = "") -> int:
@@ -43,7 +42,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
         return len(values) - 1
 
     def number_of(fn: Any, k: int) -> int:
-        if (fn, k) not in numbers:  # the accumulation into a leaf
+        if (fn, k) not in numbers:  # an AccumulateGrad node of a leaf
             numbers[fn, k] = new(fn.variable, f"leaf {len(inputs)}")
             inputs.append(numbers[fn, k])
         return numbers[fn, k]
@@ -65,7 +64,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
 
 
 def in_order(ends: list[Any]) -> Iterator[GradFn]:
-    """Yields the ancestors of `ends` in topological order, without the leaves' AccumulateGrad."""
+    """Yields the ancestors of `ends` in topological order, without AccumulateGrad nodes."""
     done: set[Any] = set()
     todo = [(fn, False) for fn in reversed(ends) if fn is not None]
     while todo:

@@ -1,8 +1,8 @@
 """Translates an aten call to its framework-neutral name, operands and attributes.
 
-Attributes are the arguments that are not operands and differ from the schema's defaults. Their
-names are defined in `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
-slice has a start and a limit on each axis. Other operations keep their name in PyTorch.
+Attributes are the arguments that are not operands and differ from the schema's defaults. Neutral
+names are defined in `seeing/formulas/words.py`: axes are counted from 0, a permutation lists all
+axes, and a slice has a start and a limit on each axis. Other operations have their PyTorch name.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ class AtenCall:
         return self.func(*self.args, **self.kwargs)
 
     def operands(self) -> list[Any]:
-        """Returns the call's tensors, and the numbers passed for tensors, in order."""
+        """Returns the operands of the call in order: tensors, and numbers passed as tensors."""
         result: list[Any] = []
         for argument, value in self.bound:
             alias = argument.alias_info
             if _is_number(argument, value):
                 result.append(value)
-            elif not (argument.kwarg_only and alias and alias.is_write):  # out= is not read
+            elif not (argument.kwarg_only and alias and alias.is_write):  # out= is not an operand
                 result += tensors_in(value)
         return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
     def written(self) -> Iterator[Tensor]:
-        """Returns the tensors that the call writes to in place."""
+        """Yields the tensors that the call modifies in place."""
         for argument, value in self.bound:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from tensors_in(value)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
-        """Returns the call's neutral name and attributes; `out` is the call's result."""
+        """Returns the neutral name and attributes of the call, given its result `out`."""
         self.outs = [*tensors_in(out)]
         name, attributes = operations.neutral(self.name), self._attributes()
         form = _FORMS.get(self.name) or _FORMS.get(name)
@@ -103,7 +103,7 @@ class AtenCall:
 
 
 def _is_number(argument: Any, value: Any) -> bool:
-    """Returns whether a value is a number passed for a tensor operand."""
+    """Returns whether `value` is a Python number that was passed as a tensor operand."""
     number = isinstance(value, int | float | complex) and not isinstance(value, bool)
     needed = not argument.has_default_value()
     return number and needed and str(argument.type) in ("Tensor", "number")
@@ -117,9 +117,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Identities: the result is the operand.
+# Operations that return their operand.
 SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
-# Arguments that do not affect values: device, memory layout, requested gradients.
+# Arguments that do not affect the values, such as device and memory layout.
 _UNSAID = """
 layout device pin_memory non_blocking memory_format copy half_to_float input_dtype implicit
 output_mask generator is_coalesced requires_size_one compute_mode compute_log_sumexp
@@ -152,7 +152,7 @@ _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
 
 
 def _permuted(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the axes of the operand, in the order of the result's axes."""
+    """Returns the permutation of the operand's axes for transpose, permute and similar calls."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
     if call.name == "permute":
         order = [a % rank for a in given["dims"]]
@@ -163,7 +163,7 @@ def _permuted(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _window(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns start, limit and stride per axis of a slice, and the axis that a selection drops."""
+    """Returns start, limit and stride per axis of a slice or select, and the dropped axis."""
     assert call.first is not None
     shape, given = call.first.shape, call.given
     axis = given.get("dim", 0) % max(1, call.rank)
@@ -181,13 +181,13 @@ def _window(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _split(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the sizes of consecutive parts along an axis."""
+    """Returns the sizes of the parts of a split along an axis."""
     axis = said["axis"]
     return {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
 
 
 def _filled(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the fill value of a constant, without the shape and dtype of the result."""
+    """Returns the fill value of a constant, without its shape and dtype."""
     if call.name == "lift_fresh" and call.outs:
         held = numbers_text(call.outs[0].shape, call.outs[0].tolist)
         return {"value": held} if held else {}
@@ -203,7 +203,7 @@ def _variance(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _convolved(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the settings of a convolution that differ from their defaults."""
+    """Returns the arguments of a convolution that differ from their defaults."""
     kept: Attributes = {}
     for name in ("stride", "dilation", "padding", "output_padding", "groups"):
         default = 1 if name in ("stride", "dilation", "groups") else 0

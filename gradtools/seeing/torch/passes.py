@@ -1,13 +1,13 @@
 """Records a PyTorch program with its backward passes as a graph of aten operations.
 
-f runs once under a dispatch mode that records each operation; then autograd runs once or twice
-under the same mode. Autograd numbers its nodes in forward order (sequence numbers) and reports the
-running node. Each operation of a later pass therefore gets the line, the modules and the mark of
-the forward operation that it differentiates.
+f runs once under a dispatch mode that records each operation; then the backward passes run under
+the same mode. The sequence number of the running autograd node identifies the forward operation, so
+each backward operation gets the source line, modules and mark of the forward operation that it
+differentiates.
 
-A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
-write gives the tensor a new value number, and each of its views when the view is next read: a view
-is recomputed from the written base, and a base is updated at the elements of the view.
+A tensor is identified by its id, or as an alias by its storage elements. An in-place write gives
+the tensor a new value index. Views of the tensor get a new value index when they are next read: a
+view is recomputed from its base, and a base is updated at the elements of a written view.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ Tensor = torch.Tensor
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """Records a program's passes as a graph, and undoes its effects.
+    """Records the passes of a program as a graph; undoes the side effects of the run.
 
     order: 0 for forward only, 1 with backward, 2 with backward of the backward.
     """
-    # the fused kernels of attention have no second derivative
+    # fused attention kernels have no second derivative
     kernels = PlainKernels() if order == SECOND else nullcontext()
     what = f"{program.caller}: a program"
     with kernels, recording_run(what, program.run, program.leaves) as undo:
@@ -110,31 +110,31 @@ class _PassRecorder(RunRecorder):
     # --- calls
 
     def run_pass(self, phase: int, fun: Callable[[], Any]) -> Any:
-        """Runs `fun()` and records its operations in this pass."""
+        """Runs `fun()` and records the operations with the pass `phase`."""
         self.phase = phase
         with marked(""):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """Returns the line, modules and mark; later passes use the forward operation's origin."""
+        """Returns the origin of the running operation, or in backward of its forward operation."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
         running = private.current_node()
         of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
-        if not self.phase:  # in a derivative that f itself takes, f's own lines take precedence
+        if not self.phase:  # the forward pass, including derivatives inside of f
             return Origin(source or of.source, here.scope, mark, rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
-        if managed and of.mark:  # a frozen function runs as a chunk
+        if managed and of.mark:  # a frozen function is recomputed as a chunk
             mark = of.mark
         return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a torch.autograd.Function and marks its operations."""
+        """Runs a torch.autograd.Function and records its operations with the name and mark."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # backward may run operations although forward ran none
+            for y in tensors_in(out):  # forward may have no operations
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
@@ -142,7 +142,7 @@ class _PassRecorder(RunRecorder):
     # --- captured tensors
 
     def parameters(self, outs: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the captured leaves that require grad and reach the outputs, by name."""
+        """Maps names to the captured leaves that require grad and on which the outputs depend."""
         own = {id(x) for x in given.values()}
         result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
@@ -164,7 +164,7 @@ class _PassRecorder(RunRecorder):
             replace(node, mark=node.mark or INNER) if made.inner else node
             for made, node in zip(self.made, map(self.linked, self.made), strict=True)
         ]
-        stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
+        stays = lambda node: not (node.phase or node.mark)  # keep dead code of f
         nodes = [nodes[i] for i in needed(nodes, outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(outputs)
         captured = tuple(number for number in self.captured if number in read)

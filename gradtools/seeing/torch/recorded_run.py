@@ -1,10 +1,10 @@
-"""`record` in PyTorch returns one run of a function as a graph, with its backward pass.
+"""`record` for PyTorch runs a function and returns its graph and backward pass.
 
-The user's function runs once under the recorders of `recording/`, and its effects are undone.
+The user's function runs once under the recorders of `recording/`, and its side effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. To find where the data returns, the
-run is repeated with other numbers at the line where the data left. Numbers and arrays that then
-reach PyTorch with other contents, and outputs that change, depend on that line.
+The graph does not show operations of NumPy or Python on data from tensors. To find where such data
+returns to PyTorch, the run is repeated with perturbed numbers at the line of the conversion.
+Numbers and arrays that return with other contents, and outputs that change, depend on this line.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
-_MOST = 8  # maximum number of lines that are perturbed, with up to three runs each
+_MOST = 8  # maximum number of perturbed lines, with up to three runs each
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """Records one run as a graph, differentiates it, and undoes its effects."""
+    """Records one run and its backward pass as a graph, and undoes the side effects of the run."""
     is_new = upstream.DYNAMO not in sys.modules
     try:
         return _recorded(run, leaves, names)
     except Exception:
         if not is_new or upstream.DYNAMO not in sys.modules:
             raise
-    # torch.cond imported dynamo in this run; the second run makes dynamo run code eagerly.
+    # torch.cond imported dynamo in the first run; record again with dynamo in eager mode.
     return _recorded(run, leaves, names)
 
 
@@ -54,7 +54,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recordin
             return Recording(seen.graph(), seen.refusal[1])
         try:
             passes = _differentiated(seen)
-        except RuntimeError as error:  # the graph was freed, or contains a reentrant checkpoint
+        except RuntimeError as error:  # a freed graph, or a reentrant checkpoint
             if not is_of("torch", error):
                 raise
     _follow(run, leaves, seen)
@@ -74,10 +74,10 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recordin
 
 
 def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
-    """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
+    """Records the backward pass of a run, with cotangent 1 for a real scalar, else random ones."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
-    # a graph built before the run may be freed, and is entered only if f reads no leaf itself
+    # A graph from before the run may be freed, so use its leaves only if f reads no leaf.
     leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()
@@ -107,12 +107,12 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """Returns f unchanged: the recording undoes f's effects."""
+    """Returns f unchanged, because `record` undoes the side effects of f."""
     return f
 
 
 def is_model(x: Any) -> bool:
-    """Returns whether x is a module."""
+    """Returns whether x is a torch.nn.Module."""
     return isinstance(x, torch.nn.Module)
 
 
@@ -120,9 +120,9 @@ def is_model(x: Any) -> bool:
 
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
-    """Adds links from data that left to where it returned.
+    """Adds links from exits of data to NumPy or Python to the values that depend on the data.
 
-    If no perturbed run succeeds, or f differs from run to run, every output counts as a return.
+    If no perturbed run succeeds, or f is not deterministic, every output counts as dependent.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen)
@@ -131,13 +131,13 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
         moved = changes(which) if is_deterministic else None
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
-            continue  # a branch that only raises, such as argument validation
+            continue  # the branch only validates arguments
         returned = seen.outputs if moved is None else moved
         seen.outside += [(seen.leavings[k].outputs[0], v) for k in which for v in returned]
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns exits that could explain a lost gradient and have no known return."""
+    """Returns the indices of exits that may lose a gradient and have no known dependent value."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -156,21 +156,21 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """Returns the values that change in a run with other numbers at the given exits.
+    """Returns the values that change in a run with perturbed numbers at the given exits.
 
-    None if f raises for all of these numbers.
+    The result is None if f raises an error for all perturbed numbers.
     """
     changes = None
-    # f may raise for large steps; a clipped value may move in one direction only
+    # Large steps may raise errors in f; a clipped value may change in one direction only.
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break
         again = recording_run("a run", run, leaves)
-        with redirect_stdout(StringIO()), again as undo:  # the first run printed this output
+        with redirect_stdout(StringIO()), again as undo:  # the first run already printed the output
             other = ConnectionRecorder(undo, which, partial(_other, size=size))
             try:
                 other.observe(run, leaves)
-            except Exception:  # the user's code, at numbers that the user did not pass
+            except Exception:  # user code may fail at perturbed numbers
                 continue
         if other.refusal is None:
             changes = first.changes(other)

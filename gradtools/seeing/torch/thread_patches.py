@@ -1,9 +1,9 @@
-"""Patches for calls that a TorchFunctionMode does not intercept, in the recording thread.
+"""Per-thread patches of calls that a TorchFunctionMode does not intercept.
 
-The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators. In
-a block, `around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args,
-**kwargs)`, and `beneath` calls the original. A class is patched from the first block of any thread
-until the end of the last block; threads without a block call the original.
+The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators.
+Inside of the context manager, `around(owner, beneath, args, kwargs)` replaces calls of
+`owner(*args, **kwargs)` in this thread; `beneath` is the original method. A class is patched until
+the last thread exits the context manager; other threads call the original method.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
 
 class _Patch:
-    """A patched method of a class."""
+    """A method of a class that can be patched for single threads."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self._holder, self._name = holder, name
         self._lock = threading.Lock()
-        self._blocks: dict[int, Around] = {}  # by thread
-        self._before: Any = None  # the method, or None if it is inherited
+        self._blocks: dict[int, Around] = {}  # maps thread ids to `around`
+        self._before: Any = None  # the original method, or None if inherited
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """Context manager in which `around` replaces this thread's calls."""
+        """Context manager that replaces calls of the method in this thread by `around`."""
         thread = threading.get_ident()
         with self._lock:
             if not self._blocks:
@@ -70,9 +70,10 @@ _FUNCTIONS = [_Patch(kind, "apply") for kind in private.Functions]
 
 @contextmanager
 def functions_applied(around: Around) -> Iterator[None]:
-    """Patches `Function.apply`; the owner is the Function's class.
+    """Context manager that patches `Function.apply`; the owner is the class of the Function.
 
-    Before PyTorch 2.14 a bound `apply` is also intercepted, since the patch is in a base class.
+    Before PyTorch 2.14, references to `apply` from before the patch are also intercepted, because
+    the patch is in a base class.
     """
     with ExitStack() as patches:
         for patch in _FUNCTIONS:
@@ -81,10 +82,10 @@ def functions_applied(around: Around) -> Iterator[None]:
 
 
 parameters_made = _Patch(type(torch.nn.Parameter), "__call__").by
-"""Patches the construction of Parameters and Buffers; the owner is their class.
+"""Patches the construction of Parameters and Buffers; the owner is the constructed class.
 
-The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may be
-imported in the meantime, compares them by identity.
+The metaclass of Parameter is patched. PyTorch functions are not replaced, because dynamo compares
+functions by identity.
 """
 
 control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by
@@ -97,8 +98,8 @@ control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by
 class _AsWritten(AbstractContextManager[None]):
     """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
 
-    `set_stance` is process-wide and restores the previous stance. If two threads left it in the
-    order in which they entered, the stance would remain set.
+    `set_stance` is process-wide and restores the previous stance on exit. Without the count,
+    overlapping contexts of two threads could leave the stance set.
     """
 
     def __init__(self) -> None:
@@ -123,8 +124,8 @@ _AS_WRITTEN = _AsWritten()
 
 
 def as_written() -> AbstractContextManager[None]:
-    """Returns a context in which all threads run compiled functions eagerly.
+    """Returns a context manager that makes all threads run compiled functions eagerly.
 
-    Modes do not intercept the operations of compiled code.
+    Eager execution is needed because modes do not intercept operations of compiled code.
     """
     return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()

@@ -1,4 +1,4 @@
-"""Lists the arrays of a PyTorch model, and the arrays that its optimizer changes."""
+"""Lists the tensors of a PyTorch model, and the tensors that its optimizer updates."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
-_DEPTH = 4  # search depth in plain containers
+_DEPTH = 4  # maximum depth of nested containers
 
 
 def lifted(caller: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> None:
-    """Returns None: in PyTorch a recording reveals which captured tensors f reads."""
+    """Returns None, because PyTorch recordings show which captured tensors f reads."""
 
 
 def model_of(f: Any) -> nn.Module | None:
-    """Returns f if it is a module."""
+    """Returns f if f is a torch.nn.Module, otherwise None."""
     return f if isinstance(f, nn.Module) else None
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Returns whether an argument of f contains a tensor that requires grad."""
+    """Returns whether a leaf of the argument x is a tensor that requires grad."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(x)[0])
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists the arrays of a model, or of a tree of models and tensors, each once."""
+    """Lists the tensors of a model, or of nested models and tensors, without repetition."""
     result = list(_of(model, ""))
     if not result:
         raise GradtoolsError(
@@ -79,7 +79,7 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
 
 
 def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
-    """Yields tensors in an attribute that `parameters()` does not list."""
+    """Yields trainable tensors in a module attribute that `parameters()` does not list."""
     if isinstance(value, Tensor):
         if value.requires_grad and not _is_computed(value, listed):
             yield HeldArray(name, value, UNREGISTERED)
@@ -106,7 +106,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         if not hasattr(one, "param_groups"):
             raise GradtoolsError(
                 f"{caller}: optimizer is {with_article(type(one).__name__)}; expected a "
-                "torch.optim.Optimizer, or a list of them."
+                "torch.optim.Optimizer, or a list of optimizers."
             )
         groups += one.param_groups
     stepped = [(i, k, p) for i, group in enumerate(groups) for k, p in enumerate(group["params"])]

@@ -1,13 +1,13 @@
-"""`formula` in PyTorch: records a run of f as expressions, and computes PyTorch's derivatives.
+"""`formula` for PyTorch: records a run of f as expressions, and computes derivatives of f.
 
-f runs once at copies of its arguments under a recorder of aten operations, and its effects are
-undone. Captured tensors that require grad are differentiated like arguments. An operation outside
-of the vocabulary is decomposed by PyTorch, and its parts are recorded if all of them are in the
-vocabulary. Otherwise it becomes an opaque operation, which PyTorch computes and differentiates. A
-torch.autograd.Function is always an opaque operation.
+The function f runs once at copies of its arguments; its aten operations are recorded and its side
+effects undone. Captured tensors that require grad are differentiated as arguments are. An operation
+outside of the vocabulary is decomposed by PyTorch, and its parts are recorded if all of them are in
+the vocabulary. Otherwise the operation becomes opaque: PyTorch computes and differentiates it. Each
+torch.autograd.Function is an opaque operation.
 
-An in-place operation gives the tensor a new value. An error is raised if f reads a tensor after
-another view of its memory was written, or draws random numbers inside of an opaque operation.
+An in-place operation gives the tensor a new value. GradtoolsError is raised if f reads a tensor
+after a write to another view of its storage, or draws random numbers inside of an opaque operation.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from gradtools.torch.operation_marks import plainly
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-Values = Sequence[Expr | None]  # an operation's results; None for a constant
+Values = Sequence[Expr | None]  # results of an operation; None to skip a result
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """Records one forward run of a program and undoes its effects."""
+    """Records one forward run of a program as expressions, and undoes its side effects."""
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
         recorder = _FormulaRecorder(undo, program.backend)
         xs = [copied(x, k in program.wrt) for k, x in enumerate(program.leaves)]
@@ -56,7 +56,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         inputs = [recorder.introduced(x, name) for x, name in pairs]
 
         def run() -> list[Expr]:
-            with PlainAttention():  # attention as a softmax between two products
+            with PlainAttention():  # computes attention as a softmax of products
                 ys = program.run(xs)
             return [recorder.of(y) if isinstance(y, Tensor) else constant(y) for y in ys]
 
@@ -74,7 +74,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns PyTorch's outputs and gradients of f; with directions, also their derivatives.
+    """Returns outputs and gradients of f by PyTorch; with directions, also second derivatives.
 
     active: The positions of the differentiated inputs and captured tensors.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -85,9 +85,9 @@ def differentiated(
     with undoing, followed(), torch.inference_mode(False), torch.enable_grad():
         xs = [copied(x, k in wrt) for k, x in enumerate(inputs)]
         moving = [*(xs[k] for k in wrt), *recorded.captured]
-        with PlainKernels():  # fused kernels can be differentiated only once
+        with PlainKernels():  # fused kernels have no second derivative
             ys = program.run(xs)
-            # A default device would move tensors, too.
+            # torch.as_tensor would move tensors to the default device.
             outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
         inexact = [y for y in outs if is_inexact(y)]
         pairs = zip(cotangents, inexact, strict=True)
@@ -103,7 +103,7 @@ def differentiated(
 def _gradients(
     outs: Tensors, xs: Tensors, cotangents: Tensors, again: bool = False
 ) -> list[Tensor]:
-    """Applies torch.autograd.grad, with zeros for inputs that no output depends on."""
+    """Calls torch.autograd.grad; returns zeros for inputs on which no output depends."""
     pairs = [(y, c) for y, c in zip(outs, cotangents, strict=True) if y.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(xs)
     if pairs and xs:
@@ -113,7 +113,7 @@ def _gradients(
 
 
 def _numbers(x: Tensor) -> np.ndarray:
-    """Returns a copy of the tensor's contents as a NumPy array."""
+    """Copies the contents of a tensor to a NumPy array."""
     with upstream.disable_current_modes():
         value = x.detach().resolve_conj().resolve_neg().cpu()
         value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -121,7 +121,7 @@ def _numbers(x: Tensor) -> np.ndarray:
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
-    """Returns a tensor's shape and kind."""
+    """Returns the shape of a tensor and the kind of its dtype."""
     shape, dtype = like(x)
     return shape, kind_of(dtype)
 
@@ -137,15 +137,15 @@ normal_functional
 
 
 class _FormulaRecorder(Recorder[Expr]):
-    """Records the expression of each tensor."""
+    """Records each tensor of a run as an expression."""
 
     caller, levels = "formula", ("rules", "functions", "operations")
 
     def __init__(self, undo: Undo, backend: Backend) -> None:
         super().__init__(undo)
         self.backend = backend
-        self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
-        self.dtypes: set[str] = set()  # the dtypes of floating and complex results
+        self.leaves: dict[Expr, Tensor] = {}  # argument leaves and captured tensors
+        self.dtypes: set[str] = set()  # dtypes of floating and complex results
 
     # Calls.
 
@@ -165,7 +165,7 @@ class _FormulaRecorder(Recorder[Expr]):
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
+        """Records functions in `_FUNCTIONS` by name, and other functions as aten operations."""
         name, tensors, about = _FUNCTIONS.get(fun), [x for x in args if x is not None], {}
         if name == "einsum":
             about, tensors = {"subscripts": args[0]}, tensors[1:]
@@ -182,13 +182,13 @@ class _FormulaRecorder(Recorder[Expr]):
         return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation."""
+        """Runs an aten operation and records an expression for each result."""
         if call.raw in SAME:
             out = call.run()
             self.hold(out, self.of(call.args[0]))
             return out
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
-            return call.run()  # the last operation of y[0] += 1
+            return call.run()  # y[0] += 1 ends with a copy to itself
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
         operands = [self.of(x) if isinstance(x, Tensor) else constant(x) for x in call.operands()]
         writes = self.keep_written(call)
@@ -209,7 +209,7 @@ class _FormulaRecorder(Recorder[Expr]):
         else:
             likes = [*map(_like, outs)]
             values = translated(name, operands, attributes, likes, self.value_of)
-        if values is None and seeded:  # a later call would draw other numbers
+        if values is None and seeded:  # each evaluation would draw other numbers
             raise GradtoolsError(
                 f"formula: {name} draws random numbers while it computes. Pass them as an argument."
             )
@@ -228,9 +228,9 @@ class _FormulaRecorder(Recorder[Expr]):
     def _in_parts(
         self, call: AtenCall, given: Sequence[Expr], left_out: Sequence[Tensor]
     ) -> tuple[Any, Values] | None:
-        """Translates PyTorch's decomposition if all of its parts are in the vocabulary.
+        """Translates the decomposition of a call if all its operations are in the vocabulary.
 
-        left_out: Tensors that the operation only updates; the decomposition gets None.
+        left_out: Tensors that the operation only updates, which are replaced by None.
         """
         decomposed = private.decompositions().get(call.func, call.func.decompose)
         args = [None if any(x is y for y in left_out) else x for x in call.args]
@@ -238,7 +238,7 @@ class _FormulaRecorder(Recorder[Expr]):
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
             results = [self.of(y) for y in tensors_in(out)]
-        except Exception:  # the decomposition may raise for arguments that the operation accepts
+        except Exception:  # decompositions may reject valid arguments
             return None
         opaque = out is NotImplemented or has_opaque_part(results, given)
         return None if opaque else (out, [])
@@ -246,7 +246,7 @@ class _FormulaRecorder(Recorder[Expr]):
     def named(
         self, name: str, call: tuple[Any, Any, Any], given: Sequence[Expr], outs: Tensors
     ) -> list[Expr]:
-        """Returns the outputs of a call of a function as an opaque operation."""
+        """Returns the outputs of an opaque operation that calls a PyTorch function."""
         fun, args, kwargs = call
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
@@ -266,14 +266,14 @@ class _FormulaRecorder(Recorder[Expr]):
     # Values of tensors.
 
     def new(self, x: Any, name: str = "") -> Expr:
-        """Creates a value."""
+        """Creates a placeholder for a leaf or captured tensor."""
         value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
         return value
 
     def met(self, x: Tensor) -> Expr:
-        """Returns the value of a tensor that f did not compute."""
-        if self.table.memory(x) is not None:  # a view whose creation was not recorded
+        """Returns the expression of a captured tensor: a placeholder or a constant."""
+        if self.table.memory(x) is not None:  # an unrecorded view of a known storage
             raise self._rewritten()
         self.undo.watch(x)
         if id(x) not in self.names and not x.requires_grad:
@@ -281,11 +281,11 @@ class _FormulaRecorder(Recorder[Expr]):
         return self.new(x, self.names.get(id(x), ""))
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """Raises an error: a tensor is read after writes to another view of its memory."""
+        """Raises an error, because formulas do not support reads after writes to an alias."""
         raise self._rewritten()
 
     def _rewritten(self) -> GradtoolsError:
-        """Returns the error for a tensor that is read after another view of it was written."""
+        """Returns the error for reading a tensor after a write to another view of its storage."""
         place = self.origin().source
         return GradtoolsError(
             "formula: f writes to a tensor and then reads it through another view"
@@ -294,18 +294,18 @@ class _FormulaRecorder(Recorder[Expr]):
         )
 
     def constant(self, x: Tensor) -> Expr:
-        """Returns a constant with the tensor's contents."""
+        """Returns a constant expression with the contents of a tensor."""
         with self.silent():
             return constant(_numbers(x))
 
     def value_of(self, x: Expr) -> np.ndarray:
-        """Returns the numbers of an expression in this run."""
+        """Evaluates an expression at the leaves of this run."""
         leaves = [p for p in order([x]) if p.op == "placeholder"]
         with self.silent():
             return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
-        """Gives tensors new values, which have no derivative if the user's grad mode is off."""
+        """Assigns expressions to tensors, without derivative if grad mode is disabled."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue
@@ -322,10 +322,10 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# Functions that are recorded by name: products, whose aten operations merge and split axes; real
-# and imaginary parts; and detach, because autograd also calls aten.detach for saved tensors.
+# Functions that are recorded by name: products, because their aten operations reshape operands;
+# real and imaginary parts; and detach, because autograd also calls aten.detach for saved tensors.
 _TENSOR: Any = Tensor
-_TORCH: Any = torch  # torch's stubs lack some of these functions
+_TORCH: Any = torch  # the type stubs of torch lack some functions
 _DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
 _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),
@@ -337,13 +337,13 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 
 
 # --- aten operations whose meaning differs by more than the name
-# Functions in READINGS take the recorder, the call, its attributes and its operands (expressions).
+# Functions in READINGS take the recorder, the call, its attributes and its operands.
 
 
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
-    """Returns -x[t] of each row; weights and ignored labels are not supported."""
+    """Translates nll_loss to -x[target] per row; None for weights or ignored labels."""
     if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
     losses = -picked(x, target)
@@ -351,7 +351,7 @@ def _nll(
 
 
 READINGS: dict[str, Callable[..., Values | None]] = {
-    # The mask that was drawn is a constant.
+    # The random mask of dropout is a constant.
     "native_dropout": lambda recorder, call, about, x: [
         x * recorder.constant(call.outs[1] / (1 - call.given["p"])),
         None,

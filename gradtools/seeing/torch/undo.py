@@ -1,8 +1,8 @@
-"""Undoes the effects of a recorded run, from copies made before the run.
+"""Undoes the side effects of a recorded run, with copies from before the run.
 
-`Undo` copies the random streams from which f may draw, the attributes of the modules that f can
-reach, and the tensors that f can reach or reads: contents, `.data`, `.grad`, `requires_grad`.
-Changes to containers and other objects are not undone.
+`Undo` copies the state of random generators, the attributes of captured modules, and the contents,
+`.data`, `.grad` and `requires_grad` of tensors that f captures or reads. Changes to containers and
+other objects are not undone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @contextmanager
 def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context manager that undoes changes on exit; compiled code runs eagerly inside."""
+    """Context manager that undoes side effects on exit, and runs compiled code eagerly."""
     undo = Undo(run, {x.device.type for x in leaves if isinstance(x, Tensor)})
     try:
         with as_written():
@@ -41,7 +41,7 @@ def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
 
 
 def copied(x: Any, tracked: bool = True) -> Any:
-    """Copies a leaf; it requires grad if `tracked` and if it is floating or complex."""
+    """Copies a leaf; a floating or complex copy requires grad if `tracked` is set."""
     if not isinstance(x, Tensor):
         return x
     return x.detach().clone().requires_grad_(tracked and is_inexact(x))
@@ -51,17 +51,17 @@ class Undo:
     """Copies of the state that a run may change.
 
     Attributes:
-        names: Maps the ids of tensors that f can reach to their names in the user's code.
-        reachable: Maps the ids of tensors that f can reach to these tensors.
+        names: Maps the ids of captured tensors to their names in the user's code.
+        reachable: Maps the ids of captured tensors to the tensors.
     """
 
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:
         self.names: dict[int, str] = {}
         self.reachable: dict[int, Tensor] = {}
-        # Each tensor with an alias of its storage, its gradient and its requires_grad.
+        # Maps ids to (tensor, alias of its storage, gradient, requires_grad).
         self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # maps an id to owner and copy
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # (contents, copy) by id of storage
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -81,7 +81,7 @@ class Undo:
         self._streams.append(Randomness.everywhere(kinds, generators).restore)
 
     def watch(self, x: Tensor) -> None:
-        """Copies a tensor that existed before the run, and its `.grad`."""
+        """Copies a tensor from before the run and its `.grad`, for `put_back`."""
         with upstream.disable_current_modes(), private.DisableTorchFunction():
             x = unwrapped(x)
             if id(x) in self._tensors:
@@ -97,7 +97,7 @@ class Undo:
                     self._contents[id(owner)] = contents, contents.clone()
 
     def put_back(self) -> None:
-        """Restores everything from the copies."""
+        """Restores tensors, module attributes and random states from the copies."""
         with private.DisableTorchFunction(), torch.no_grad():
             for own, was in self._slots:
                 if len(own) != len(was) or not all(map(is_, own.values(), was.values())):
@@ -105,7 +105,7 @@ class Undo:
                     own.update(was)
             for x, alias, grad, requires_grad in self._tensors.values():
                 if alias is not None and owner_of(x) is not owner_of(alias):
-                    x.data = alias  # f assigned another tensor's storage
+                    x.data = alias  # f assigned another storage to x.data
                 if x.is_leaf and x.requires_grad != requires_grad:
                     x.requires_grad_(requires_grad)
                 if x.is_leaf and x.grad is not grad:
@@ -113,19 +113,19 @@ class Undo:
             for contents, copy in self._contents.values():
                 _refill(contents, copy)
             for x, version in self._versions:
-                if upstream.version_of(x) != version:  # graphs that saved the tensor remain valid
+                if upstream.version_of(x) != version:  # keeps saved tensors valid
                     upstream.set_version_counters((x,), (version,))
         for restore in self._streams:
             restore()
 
 
 def _has_storage(x: Tensor) -> bool:
-    """Returns whether x has a storage: sparse tensors and wrapper subclasses have none."""
+    """Returns whether x has a storage; sparse tensors and wrapper subclasses do not."""
     return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
 def _contents_of(x: Tensor) -> Tensor:
-    """Returns all numbers of a tensor's storage as one axis; x if it has no storage."""
+    """Returns the whole storage of x as a one-dimensional tensor, or x if it has no storage."""
     if not _has_storage(x):
         return x
     count = owner_of(x).nbytes() // x.element_size()
@@ -133,7 +133,7 @@ def _contents_of(x: Tensor) -> Tensor:
 
 
 def _refill(contents: Tensor, copy: Tensor) -> None:
-    """Writes the copy's contents back."""
+    """Copies `copy` to `contents`, unless the two tensors are known to be equal."""
     with torch.inference_mode(contents.is_inference()), torch.no_grad():
         is_known = contents.device.type == "cpu" and _has_storage(contents)  # no synchronization
         if not (is_known and torch.equal(contents, copy)):
@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """Returns f, and the leaves of its arguments that are not arrays."""
+    """Returns f and the non-array leaves of its arguments, with names."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]
@@ -152,7 +152,7 @@ def _roots(run: Run) -> list[Named]:
 
 
 def _parts(x: Any, name: str) -> Iterable[Named] | None:
-    """Returns a module's arrays by name; nothing for objects of PyTorch and other libraries."""
+    """Returns the named attributes of a module; no attributes for objects of libraries."""
     if isinstance(x, torch.nn.Module):
         before = f"{name}." if name else ""
         slots = [pair for slot in upstream.slots_of(x) for pair in slot.items()]
@@ -168,7 +168,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def whose_code(x: Any) -> int:
-    """Returns the origin (`code_origin`) of the code of a function, method or partial."""
+    """Returns the origin of a function, method or partial, such as `code_origin.USER`."""
     x = getattr(x, "__func__", getattr(x, "func", x))
     return whose(x.__code__) if hasattr(x, "__code__") else USER
 
@@ -177,7 +177,7 @@ def whose_code(x: Any) -> int:
 
 
 def name_of(function: Any) -> str:
-    """Returns a PyTorch function's name without underscores of in-place and dunder variants."""
+    """Returns the name of a PyTorch function without leading and trailing underscores."""
     name = getattr(function, "__name__", None) or type(function).__name__
     if name in ("__get__", "__set__"):
         name = ("" if name == "__get__" else "set_") + function.__self__.__name__
@@ -187,11 +187,11 @@ def name_of(function: Any) -> str:
 
 
 def owner_of(x: Tensor) -> Any:
-    """Returns the storage of a strided tensor, or the tensor itself. Equal owners share memory."""
-    with private.DisableTorchFunction():  # a mode may substitute another tensor
+    """Returns the storage of a strided tensor, or the tensor itself; aliases have equal owners."""
+    with private.DisableTorchFunction():  # function modes may replace x
         return x.untyped_storage() if x.layout is torch.strided else x
 
 
 def memory_of(x: Tensor) -> int:
-    """Returns the id of the tensor's owner."""
+    """Returns the id of the storage that `owner_of` returns."""
     return id(owner_of(x))

@@ -1,1 +1,1 @@
-"""Recorders of PyTorch runs, which undo the effects of a run."""
+"""Recorders of PyTorch runs, which undo the side effects of a run."""

@@ -1,4 +1,4 @@
-"""Names and marks of torch.autograd.Functions."""
+"""Names and marks of torch.autograd.Function classes in graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class ParametersRead(TorchFunctionMode):
-    """Collects the leaves with requires_grad that PyTorch's functions receive."""
+    """Collects the leaf tensors with requires_grad that PyTorch functions receive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(EDITS, "edited grad
 
 
 def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
-    """Returns the name and the mark of a torch.autograd.Function."""
+    """Returns the name and the mark of a torch.autograd.Function for graphs."""
     recorded_as = function_of_ours(kind)
     if recorded_as is None:
         return kind.__name__, "custom rule"

@@ -1,8 +1,9 @@
-"""Records the connections between the values of a PyTorch run, for `why_zero`.
+"""Records which values of a PyTorch run depend on each other, for `why_zero`.
 
-The operations are aten operations (`run_recorder.py`), each with the name of the function that the
-user called. A torch.autograd.Function is one node, regardless of its operations. Data that leaves
-for NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
+The recorded operations are aten operations (`run_recorder.py`) with the name of the PyTorch
+function that the user called. A torch.autograd.Function is recorded as a single node. A conversion
+to NumPy or Python is recorded as an exit node; `recorded_run.py` finds the values that depend on
+the converted data.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from gradtools.torch.operation_marks import function_of_ours, reason_of_detach
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
-Edge = tuple[Any, int]  # a node of autograd, and the number of its output
+Edge = tuple[Any, int]  # an autograd node and an output index
 
-# Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
-# `tests/torch/lost_gradients.py` raises each error, so a test fails if the wording changes.
+# Maps part of the text of a PyTorch error about a lost gradient to the kind of loss.
+# `tests/torch/lost_gradients.py` raises each error, so tests fail if PyTorch changes a text.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -58,24 +59,24 @@ REFUSALS = {
 
 
 class ConnectionRecorder(RunRecorder):
-    """Records the connections of a run.
+    """Records which values of a run depend on each other.
 
     Args:
-        undo: As in `Recorder`.
-        replaced: The indices of `leavings` whose data is replaced.
-        other: The function that replaces the data.
+        undo: Copies of the state that the run may change.
+        replaced: The indices of the exits in `leavings` at which data is perturbed.
+        other: The function that perturbs the data.
 
     Attributes:
-        outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through
-            NumPy or a Python number.
-        leavings: The nodes at which data has left for NumPy or Python so far.
-        entries: The data that entered PyTorch after data had left, to compare two runs: the name of
-            the operation that read the data, the operation or a captured tensor's number, and
-            fingerprints.
-        sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
-        refusal: PyTorch's own error, and its description.
-        leaves: The copies of the leaves that were passed to f; `inputs` are their numbers.
-        outs: The results of f; `outputs` are their numbers.
+        outside: Pairs (source, target) of values: the target depends on the source through NumPy or
+            a Python number.
+        leavings: The exits: nodes of conversions to NumPy or Python.
+        entries: The NumPy and Python data that entered PyTorch after the first exit, to compare two
+            runs: operation name, node or captured value, and fingerprints.
+        sizes: Maps value indices to the largest absolute value of the tensor, as in
+            `PassesAtValues`.
+        refusal: The PyTorch error that ended the run, and the finding that describes the error.
+        leaves: The copies of the leaves that were passed to f, with value indices `inputs`.
+        outs: The results of f, with value indices `outputs`.
     """
 
     caller = "why_zero"
@@ -94,14 +95,14 @@ class ConnectionRecorder(RunRecorder):
         self.inputs, self.outputs = list[int](), list[int]()
         self._replaced, self._other = replaced, other
         self._results: list[Any] = []  # fingerprints of the results of f
-        self._scalars: list[int] = []  # the Python numbers that the function read from tensors
-        self._is_plain = True  # False inside of torch.func transforms, which split arrays
-        self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
+        self._scalars: list[int] = []  # value indices of Python numbers read from tensors
+        self._is_plain = True  # False inside of torch.func transforms
+        self._edges: dict[int, Edge] = {}  # gradient edges by the id of the tensor
 
     def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
-        """Records one run at copies of its leaves.
+        """Runs a function at copies of its leaves and records the run.
 
-        PyTorch's own error about a gradient ends the run and is the `refusal`.
+        A PyTorch error about gradients ends the run and is saved in `refusal`.
         """
         self.leaves = [copied(x) for x in leaves]
         named = zip_longest(self.leaves, names, fillvalue="")
@@ -125,7 +126,7 @@ class ConnectionRecorder(RunRecorder):
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, and gives its operations the function's name."""
+        """Runs a PyTorch function and records its operations with the name of the function."""
         if fun is private.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -140,13 +141,13 @@ class ConnectionRecorder(RunRecorder):
         out = self._result(name, super().called, (fun, args, kwargs))
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            for x in [*xs, *results]:  # autograd's graph now shows how they are connected
+            for x in [*xs, *results]:  # record grad_fn after the call
                 self.of(x)
             self.outside += [(value, self.of(y)) for value in self._scalars for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that makes a tensor outside of autograd's graph, as one node."""
+        """Runs a function such as `detach`, whose result has no grad_fn, and records one node."""
         name = raw if raw in ("Parameter", "Buffer") else name_of(fun)
         with self.silent():
             numbers = [*map(self.of, xs)]
@@ -157,7 +158,7 @@ class ConnectionRecorder(RunRecorder):
                 self.hold(y, numbers[0])
                 return out
             number = self.new(y)
-            if name == "array_wrap":  # the result of a NumPy ufunc of a tensor
+            if name == "array_wrap":  # the result of a NumPy ufunc on a tensor
                 left = [leaving for leaving in self.leavings if leaving.inputs[0] == numbers[0]]
                 self.outside += [(leaving.outputs[0], number) for leaving in left[-1:]]
                 numbers, tracked = [], []
@@ -171,7 +172,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number read from a tensor leaves PyTorch."""
+        """Records an aten operation; records an exit if the operation reads a Python number."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -203,8 +204,8 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # A Function also reads captured tensors. It has no derivative for them unless it is a
-            # reentrant checkpoint, which recomputes its function in backward.
+            # A Function may also read captured tensors, for which it has no derivative unless it is
+            # a reentrant checkpoint, which recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
             more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
@@ -241,7 +242,7 @@ class ConnectionRecorder(RunRecorder):
         return self._apart(kind.__name__, xs, make, args, kwargs)
 
     def _result(self, name: str, fun: Any, args: Any, kwargs: Any = MappingProxyType({})) -> Any:
-        """Makes a call; keeps PyTorch's error if it concerns a gradient."""
+        """Calls `fun`; saves a PyTorch error about gradients in `refusal`."""
         try:
             return fun(*args, **kwargs)
         except Exception as error:
@@ -258,7 +259,7 @@ class ConnectionRecorder(RunRecorder):
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records data that leaves for NumPy or Python, or as a bool on which f may branch."""
+        """Records a conversion of tensors to NumPy, Python numbers, or a bool for branches."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -271,24 +272,24 @@ class ConnectionRecorder(RunRecorder):
     def _leave(
         self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
-        """Adds the node of data that leaves."""
+        """Adds an exit node, whose output is the converted data."""
         about = {"operation": operation, "links": ((_CUT,) * len(numbers),), "loss": loss}
         made = self.add(name, numbers, [value], self.origin(), **about)
         self.leavings += [] if self.phase else [made.node]
 
     def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:
-        """Records numbers and arrays that an operation reads, and tensors made from them."""
+        """Records NumPy and Python data that an operation reads, and tensors `made` from it."""
         if self.leavings and not self.phase:
             data = [x for x in upstream.tree_leaves(read) if not isinstance(x, Tensor)]
             self.entries.append((name, of, [*map(_contents, (*data, *made))]))
 
     def changes(self, other: ConnectionRecorder) -> list[int]:
-        """Returns the values that differ in another run that has other data at its exits.
+        """Returns the values that differ in another run with perturbed data at the exits.
 
-        The results of f are included only if no earlier value explains their change.
+        A changed result of f is included only if no earlier value differs.
         """
         both = zip(self.entries, other.entries, strict=False)
-        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until the branches differ
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until branches differ
         changed = [of for (_, of, data), (*_, new) in alike if data != new]
         entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
         results = zip_longest(self._results, other._results)
@@ -297,7 +298,7 @@ class ConnectionRecorder(RunRecorder):
         return [*entered, *(self.outputs[k] for k in ends)]
 
     def _operand(self, made: RecordedNode) -> int:
-        """Adds an operand to an operation, for its data from NumPy or Python."""
+        """Adds an operand that represents NumPy or Python data to an operation."""
         number = self.new(0.0)
         made.node = replace(made.node, inputs=(*made.node.inputs, number))
         return number
@@ -305,7 +306,7 @@ class ConnectionRecorder(RunRecorder):
     # --- values
 
     def new(self, x: Any, name: str = "") -> int:
-        """Numbers a tensor, a NumPy array or a Python number."""
+        """Assigns a new value index to a tensor, NumPy array or Python number."""
         number = super().new(x, name)
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
@@ -313,7 +314,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def met(self, x: Tensor) -> int:
-        """Numbers a captured tensor; a tensor that f could not reach before the run is an entry."""
+        """Assigns a value index to a captured tensor; records an entry if the tensor is new."""
         number = super().met(x)
         if id(x) not in self.undo.reachable:
             with self.silent():
@@ -321,7 +322,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns this number to a tensor, unwrapped from transforms; records its size."""
+        """Assigns a value index to a tensor without functorch wrappers, and records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -330,7 +331,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """Returns the value of a tensor."""
+        """Returns the value index of a tensor without functorch wrappers."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
@@ -340,7 +341,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns the links: a derivative flows if autograd gave x a new edge in its graph."""
+        """Returns cut links if the write left grad_fn of x unchanged, otherwise (None, None)."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -351,11 +352,11 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """Maps value numbers to the tensors that existed before the run."""
+        """Maps value indices to the tensors that existed before the run."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:
-        """Returns the recorded graph."""
+        """Returns the graph of the recorded forward pass."""
         values = dict(self.values)
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
@@ -365,7 +366,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph((*joins, *nodes), values, *ends, tuple(self.captured))
 
 
-# functions that make a tensor outside of autograd's graph, with the kind of loss
+# Functions whose result has no grad_fn, with the kind of loss.
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"
@@ -376,7 +377,7 @@ _APART = {
 
 
 def _contents(x: Any) -> Any:
-    """Returns a fingerprint of a tensor, an array or a number, to compare two runs."""
+    """Returns a fingerprint of a tensor, array or number, for the comparison of two runs."""
     if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
         x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         x = x.view(torch.uint8).numpy()
@@ -386,10 +387,10 @@ def _contents(x: Any) -> Any:
 
 
 def edge_of(x: Tensor) -> Edge:
-    """Returns a tensor's edge in autograd's graph."""
+    """Returns (grad_fn, output index), the gradient edge of a tensor."""
     return x.grad_fn, x.output_nr
 
 
 def version_of(x: Tensor) -> int | None:
-    """Returns a tensor's version counter; None for inference tensors, which have none."""
+    """Returns the version counter of a tensor; None for inference tensors."""
     return None if x.is_inference() else upstream.version_of(x)

@@ -1,6 +1,6 @@
-"""The context in which a recorder runs the user's function, whose effects are undone.
+"""Context in which a recorder runs the user's function and undoes its side effects.
 
-f runs eagerly, including compiled code; control-flow operators run as Python loops and branches.
+Compiled code runs eagerly, and control-flow operators run as Python loops and branches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _here = threading.local()
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context manager in which this thread may record one run; undoes its effects on exit.
+    """Context manager that allows one recorded run in this thread, and undoes its side effects.
 
     what: The subject of the error message if no run can be recorded.
     """
@@ -59,7 +59,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """Context manager in which this thread's cond and while_loop run in Python."""
+    """Context manager that runs cond and while_loop of this thread in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Neutral names of aten operations, and the reasons why some have no derivative.
+"""Neutral names of aten operations, and the reasons for missing derivatives.
 
-Variants of an operation have one name: `add` and `add_`. `seeing/formulas/words.py` defines the
-neutral names; other operations keep PyTorch's name. Autograd nodes also have neutral names, because
-a call such as cross_entropy makes several nodes.
+Variants such as `add` and `add_` have the same neutral name. `seeing/formulas/words.py` defines the
+neutral names; other operations have their PyTorch name. Autograd nodes also have neutral names,
+because a call such as cross_entropy creates several nodes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ softmax           safe_softmax
 
 
 def neutral(name: str) -> str:
-    """Returns the framework-neutral name, or PyTorch's own name if there is none."""
+    """Returns the framework-neutral name of an operation, or `name` if there is no neutral name."""
     return _NEUTRAL.get(name, name)
 
 
@@ -100,24 +100,24 @@ ZERO_DERIVATIVE = frozenset(
 DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
 _DISCRETE = DRAWS | {"histc", "histogram", "histogramdd"}
 
-# These operations have a grad_fn, but no backward formula.
+# Operations that have a grad_fn but no backward formula.
 UNDIFFERENTIABLE = frozenset(
     {"unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
 
-# The result takes shape, dtype or device from the first argument, but not its contents.
+# Operations that use only the shape, dtype or device of the first argument.
 NO_DATA = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
     | {"new_tensor"}
 )
-# The argument is overwritten without being read.
+# Operations that overwrite the first argument without reading its contents.
 OVERWRITES = frozenset(
     {"zero_", "fill_", "copy_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"}
     | {"geometric_", "normal_", "bernoulli_"}
 )
 
-# Functions by which data leaves for NumPy or Python, in PyTorch's spelling.
+# Functions that convert a tensor to a NumPy array or Python numbers.
 LEAVES = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"}
 )
@@ -125,12 +125,12 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains
 
 
 def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
-    """Returns why an output has no derivative along a floating input: a key of `KINDS`.
+    """Returns the reason, a key of `KINDS`, why an operation has no derivative.
 
     Args:
-        name: The function's name, from `name_of`.
-        grad_enabled: Whether grad mode was on.
-        to_inexact: Whether the output's dtype is floating or complex.
+        name: The name of the operation, as returned by `name_of`.
+        grad_enabled: Whether grad mode was enabled.
+        to_inexact: Whether the dtype of the output is floating or complex.
     """
     if not to_inexact:
         return "integer_cast" if neutral(name) == "cast" else "discrete"
@@ -140,7 +140,7 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
 
 
 def library_call(lines: Lines) -> tuple[str, str] | None:
-    """Returns the PyTorch function called by the user that stops gradients, and the loss.
+    """Returns (name, kind of loss) if a library function such as `sample` disables gradients.
 
     lines: The frames of the running operation, innermost first.
     """
@@ -162,7 +162,7 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "rsub": "rsub",  # the node's operands are in reverse order
+    "rsub": "rsub",  # the operands of this node are in reverse order
 }
 
 
@@ -173,7 +173,7 @@ def neutral_of_node(node: Any) -> str:
 
 
 def word_of(node: Any) -> str:
-    """Returns an autograd node's name without namespace and "Backward", or its rule's name."""
+    """Returns the name of an autograd node without "Backward", or the name of its rule."""
     rule = getattr(getattr(node, "point", None), "rule", None)
     if isinstance(rule, Rule):
         return rule.name

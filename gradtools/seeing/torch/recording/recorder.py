@@ -1,18 +1,16 @@
-"""`Recorder` records a PyTorch run with function and dispatch modes, and numbers tensors' values.
+"""`Recorder` records a PyTorch run by function and dispatch modes, with the values of tensors.
 
-Only `Recorder` enters modes. It intercepts calls at up to four levels; the handler of each level
-makes the call::
+`Recorder` intercepts calls at up to four levels; the method of each level executes the call::
 
     "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
     "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
-The functions level reveals whether a call is differentiable and which data leaves for NumPy (for
-`why_zero`). The operations level contains the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) represents each call at the more readable of both levels. This
-module contains the common parts: value numbers, in-place writes, the running line and modules, and
-undoing effects.
+`why_zero` uses the functions level to find stopped gradients and conversions to NumPy.
+`gradient_graph` (`passes.py`) uses the operations level, which includes backward operations.
+`formula` (`translating.py`) uses the more readable level for each call. This module implements the
+common parts: values of tensors, in-place writes, the running source line and modules.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of an operation: the user's line, the modules, a rule's mark and name."""
+    """The origin of an operation: source line, modules, mark, and name of the rule."""
 
     source: Source | None = None
     scope: tuple[str, ...] = ()
@@ -51,20 +49,20 @@ class Origin:
 
 
 class Recorder(Generic[V]):
-    """Base class of the recorders. V is the representation of a value, such as its number.
+    """Base class of recorders; V is the type of a value, such as an index or an expression.
 
     Args:
-        undo: Copies of the state that the program may change.
+        undo: Copies of the state that the run may change.
 
     Attributes:
-        caller: The operator that the user called.
+        caller: The name of the operator, for error messages.
         levels: The intercepted levels, outermost first.
-        values: Maps each number to its value.
-        captured: Maps value numbers to the tensors that existed before the run.
-        names: Maps the ids of the tensors that the program can reach to their names.
-        scope: The running modules, outermost first, each by its name in the module around it.
-        rules: Name and mark of the running Functions, outermost first.
-        table: The values of the tensors.
+        values: Maps each value index to the shape, dtype and name.
+        captured: Maps value indices to the tensors that existed before the run.
+        names: Maps the ids of captured tensors to their names.
+        scope: The names of the running modules, outermost first, relative to the parent module.
+        rules: The names and marks of the running torch.autograd.Functions, outermost first.
+        table: The table of known tensors and their values.
         quiet: Whether recording is paused.
     """
 
@@ -83,7 +81,7 @@ class Recorder(Generic[V]):
     # --- running
 
     def run(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """Runs and records `fun(*args)`; the search for the user's line ends at this frame."""
+        """Runs and records `fun(*args)`; searches for the user's source line stop at this frame."""
         with ExitStack() as inside:
             inside.enter_context(self._modules_followed())
             for level in self.levels:
@@ -92,10 +90,10 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def _modules_followed(self) -> Iterator[None]:
-        """Context manager in which `scope` follows the modules that this thread calls."""
+        """Context manager that updates `scope` when this thread calls a module."""
         thread = threading.get_ident()
-        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
-        names: dict[int, dict[int, str]] = {}  # names of a module's parts, by id
+        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # (module, scope before)
+        names: dict[int, dict[int, str]] = {}  # submodule names of each module, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             if threading.get_ident() != thread:
@@ -113,7 +111,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # inner modules that raised have not left
+            while left is not module:  # also remove inner modules that raised errors
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:
@@ -123,15 +121,15 @@ class Recorder(Generic[V]):
             yield
 
     def origin(self) -> Origin:
-        """Returns the running line and modules.
+        """Returns the source line and modules of the running operation.
 
-        The line is the innermost line of the user's code, otherwise of an installed package.
+        The source line is the innermost line of the user's code, or else of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Context manager in which recording is paused."""
+        """Context manager that pauses recording."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -140,7 +138,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """Context manager in which a Function of this name runs."""
+        """Context manager for the run of a torch.autograd.Function with the given name."""
         self.rules.append((name, mark))
         try:
             yield
@@ -150,25 +148,25 @@ class Recorder(Generic[V]):
     # --- values
 
     def new(self, x: Any, name: str = "") -> V:
-        """Makes a new value for a tensor or number; by default, the value is its value number."""
+        """Creates a value for a tensor or number; by default, the value is a new index."""
         number = len(self.values)
         shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
         self.values[number] = Value(shape, dtype, name)
         return cast(V, number)
 
     def introduced(self, x: Any, name: str) -> V:
-        """Makes a new value for an input."""
+        """Creates the value of an input and assigns the value to the tensor."""
         value = self.new(x, name)
         if isinstance(x, Tensor):
             self.hold(x, value)
         return value
 
     def hold(self, x: Tensor, value: V) -> None:
-        """Assigns this value to x."""
+        """Assigns `value` to the tensor x."""
         self.table.hold(x, value)
 
     def of(self, x: Tensor) -> V:
-        """Returns a tensor's current value; registers new tensors, applies writes to aliases."""
+        """Returns the current value of a tensor, after in-place writes to its aliases."""
         known = self.table.find(x)
         if known is None:
             value = self.met(x)
@@ -180,18 +178,18 @@ class Recorder(Generic[V]):
         return value
 
     def met(self, x: Tensor) -> V:
-        """Returns the value of a tensor whose creation was not recorded."""
+        """Returns a value for a tensor that existed before the run or was created unrecorded."""
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
-        """Returns a tensor's value after writes through aliases of its storage."""
+        """Returns the value of a tensor after in-place writes to aliases of its storage."""
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """Returns the tensors that an operation will write to; copies captured tensors."""
+        """Returns the tensors that a call will modify; copies captured tensors for `Undo`."""
         written = [*call.written()]
         for x in written:
-            self.of(x)  # a tensor first read here existed before the run
+            self.of(x)  # registers x if it existed before the run
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
@@ -212,7 +210,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Operations(private.Watching):
-    """Dispatch mode of the "operations" level; re-entered to record decompositions."""
+    """Dispatch mode of the "operations" level, also used to record decompositions."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()

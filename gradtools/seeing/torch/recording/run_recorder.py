@@ -1,11 +1,10 @@
-"""Records the aten operations of a PyTorch run as nodes with value numbers.
+"""Records the aten operations of a PyTorch run as graph nodes.
 
-A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
-write gives the tensor a new value number, and each of its views when the view is next read: a view
-is recomputed from the written base, and a base is updated at the elements of the view.
+A tensor is identified by its id, or as an alias by its storage elements. An in-place write gives
+the tensor a new value index. Views of the tensor get a new value index when they are next read: a
+view is recomputed from its base, and a base is updated at the elements of a written view.
 
-Whether an operation propagates a derivative is known when its results are next read: they require
-grad or not.
+An operation propagates a derivative if its results require grad when they are next read.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFF
 
 @dataclass
 class RecordedNode:
-    """A node, and the state in which it ran.
+    """A recorded node, with the grad mode and other state of its execution.
 
     Attributes:
-        node: The node; its links are set if they are already known.
-        name: The node's aten name without the marks of in-place variants.
-        grad_enabled: Whether grad mode was on.
-        inner: Whether the node is part of a derivative that f itself takes.
-        written: The number of leading inputs that the node changes in place.
+        node: The graph node; `node.links` is None if the links are not yet known.
+        name: The aten name without the underscore of in-place variants.
+        grad_enabled: Whether grad mode was enabled.
+        inner: Whether the node is part of a derivative inside of f.
+        written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
-        known_loss: The kind of loss and the name of the function to report, if already known.
-        of: In a backward pass, the position of the differentiated node.
+        known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the
+            gradient, otherwise None.
+        of: For a backward node, the position of the differentiated forward node.
     """
 
     node: Node
@@ -61,13 +61,13 @@ class RecordedNode:
 
 
 class RunRecorder(Recorder[int]):
-    """Records the aten operations of a run.
+    """Records the aten operations of a run as `RecordedNode` objects.
 
     Attributes:
-        made: The nodes so far.
-        phase: The pass that is running.
-        positions: Maps an autograd node's sequence number to its recorded node's position.
-        origins: Maps the sequence number of an autograd node to its line, modules and mark.
+        made: The recorded nodes, in execution order.
+        phase: The running pass: 0 forward, 1 backward, 2 backward of the backward.
+        positions: Maps the sequence number of an autograd node to the position of its forward node.
+        origins: Maps the sequence number of an autograd node to the origin of its forward node.
     """
 
     def __init__(self, undo: Undo) -> None:
@@ -76,15 +76,15 @@ class RunRecorder(Recorder[int]):
         self.phase = 0
         self.positions: dict[int, int] = {}
         self.origins: dict[int, Origin] = {}
-        self._function = ""  # the function of PyTorch that the user called
-        self._tracked: dict[int, bool] = {}  # whether a value required grad on its first read
-        self._views: dict[int, Node] = {}  # maps a view's first number to its node
-        self._first: dict[int, int] = {}  # first number of a tensor that was written to
+        self._function = ""  # name of the PyTorch function that the user called
+        self._tracked: dict[int, bool] = {}  # whether each value required grad when first read
+        self._views: dict[int, Node] = {}  # maps the first value index of a view to its node
+        self._first: dict[int, int] = {}  # first value index of each modified tensor
 
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, and gives its operations the function's name."""
+        """Runs a PyTorch function and records its operations with the name of the function."""
         self._function = name_of(fun)
         try:
             return fun(*args, **kwargs)
@@ -92,8 +92,8 @@ class RunRecorder(Recorder[int]):
             self._function = ""
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation."""
-        if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor of Python numbers
+        """Runs an aten operation and records a node."""
+        if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor created from Python numbers
             out = call.run()
             self.write(call, (), [out], ())
             return out
@@ -110,22 +110,22 @@ class RunRecorder(Recorder[int]):
             for made, number in zip(node.outputs, before, strict=False):
                 self._first[made] = self._first.get(number, number)
             if call.raw == "clone" and (given[0].is_conj() or given[0].is_neg()):
-                # a kernel materializes a lazy conjugate below autograd
+                # kernels materialize lazy conjugates below autograd
                 self._tracked[node.outputs[0]] = given[0].requires_grad and torch.is_grad_enabled()
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
-        """Returns whether the user stops a gradient here, rather than a rule or autograd."""
+        """Returns whether a detach was called by the user, not by a rule or by autograd."""
         if name != "detach" or self.phase or self.rules or not x.requires_grad:
             return False
         if self._function != "data" and not private.is_inside_autograd():
-            return False  # the detach of an output that autograd saves
+            return False  # autograd detaches saved outputs
         return not (mark_of_running() or reason_of_detach() in (DERIVATIVE, CHUNK))
 
     def write(
         self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
     ) -> Node:
-        """Adds the node of an operation and numbers its results."""
+        """Adds the node of an operation and assigns value indices to the results."""
         name = call.name
         overwrites = not self.phase and bool(written) and name + "_" in operations.OVERWRITES
         if overwrites:
@@ -162,7 +162,7 @@ class RunRecorder(Recorder[int]):
     def add(
         self, native: str, inputs: Sequence[int], outputs: Sequence[int], at: Origin, **about: Any
     ) -> RecordedNode:
-        """Adds a node, with the attributes `about` that do not follow from its name and origin."""
+        """Adds a node with the given name, inputs, outputs, origin and other fields `about`."""
         given: dict[str, Any] = {"operation": operations.neutral(native), "mark": at.mark} | about
         given |= {"inputs": tuple(inputs), "outputs": tuple(outputs), "phase": self.phase}
         node = Node(native=native, source=at.source, scope=at.scope, **given)
@@ -170,20 +170,20 @@ class RunRecorder(Recorder[int]):
         return self.made[-1]
 
     def native(self, call: AtenCall) -> str:
-        """Returns the framework's name of an operation."""
+        """Returns the PyTorch name of an operation, such as "aten.add"."""
         return f"aten.{call.raw}"
 
     # --- numbers of tensors
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns `value` to x, with the storage's first value as its base."""
+        """Assigns the value index `value` to x, with the first value of the storage as its base."""
         super().hold(x, value)
         memory = self.table.memory(x)
         if memory is not None and memory.value != value:
             self.values[value] = replace(self.values[value], base=memory.value)
 
     def number_of(self, y: Any) -> int:
-        """Returns the value number of a tensor or of a Python number."""
+        """Returns the value index of a tensor or of a Python number."""
         if isinstance(y, Tensor):
             return self.of(y)
         number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
@@ -191,20 +191,20 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """Returns a tensor's number; in the forward pass, records whether a derivative flows."""
+        """Returns the value index of x; in the forward pass, records whether x requires grad."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)
         return number
 
     def met(self, x: Tensor) -> int:
-        """Numbers a captured tensor."""
+        """Assigns a new value index to a captured tensor."""
         number = self.new(x, self.names.get(id(x)) or numbers_in(x))
         self.capture(x, number)
         return number
 
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
-        """Adds an update node for each write to x's storage since it was last read."""
+        """Adds an update node for each in-place write to the storage of x since its last read."""
 
         def first(number: int) -> int:
             return self._first.get(number, number)
@@ -233,15 +233,15 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns the links of an update of x after a write to an alias, and the kind of loss."""
+        """Returns (links, kind of loss) of an update node of x after a write to an alias."""
         return None, None
 
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns a forward node with its links, weakened if the node propagates no derivative.
+        """Returns a forward node with links, weakened if the operation has no derivative.
 
-        A node of a rule is unchanged: the rule replaces its derivative.
+        Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """
         node, values = made.node, self.values
         entering = [self._tracked.get(v, False) for v in node.inputs]
@@ -270,7 +270,7 @@ class RunRecorder(Recorder[int]):
             moved = any(entering[made.written :])
             links = even_links(node, values, cut=node.inputs[made.written :])
             return replace(node, links=links, loss="no_grad") if moved else node
-        elif len(inexact) > 1 and not all(known):  # autograd differentiates some results
+        elif len(inexact) > 1 and not all(known):  # only some results are differentiable
             rows = even_links(node, values)
             cut = (_CUT,) * len(node.inputs)
             lost = [self._tracked.get(v) is False for v in node.outputs]

@@ -1,8 +1,7 @@
-"""A table of tensors' values, by id and by storage with a log of writes.
+"""A table of tensors and their values, with a log of in-place writes per storage.
 
-A tensor is identified by its id, otherwise as an alias of the same storage elements as a known
-tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated with the
-writes since it was last read.
+A tensor is identified by its id, or as an alias of a known tensor with the same storage elements.
+Each storage has a log of in-place writes, which updates the value of a tensor on its next read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class KnownTensor(Generic[V]):
-    """A tensor, its value, the id of its storage, and the length of the storage's write log."""
+    """A tensor with its value, the id of its storage, and the number of writes it includes."""
 
     tensor: Tensor
     value: V
@@ -35,7 +34,7 @@ class KnownTensor(Generic[V]):
 
 @dataclass(frozen=True)
 class Write(Generic[V]):
-    """An in-place write: the tensor, its value afterwards, and the call."""
+    """A logged in-place write: the tensor, its new value, and data on the call."""
 
     tensor: Tensor
     value: V
@@ -44,12 +43,12 @@ class Write(Generic[V]):
 
 @dataclass
 class Memory(Generic[V]):
-    """A storage.
+    """A tensor storage with a log of in-place writes.
 
     Attributes:
-        owner: The storage, or a tensor without a storage; referenced so that its id stays unique.
-        value: The value of the first tensor that was read on the storage.
-        written: The log of in-place writes.
+        owner: The storage, or a tensor without storage; the reference prevents reuse of the id.
+        value: The value of the first tensor on the storage that was read.
+        written: The log of in-place writes to tensors on the storage.
     """
 
     owner: Any
@@ -58,7 +57,7 @@ class Memory(Generic[V]):
 
 
 class TensorTable(Generic[V]):
-    """Maps tensors to values."""
+    """Maps tensors to their recorded values."""
 
     def __init__(self) -> None:
         self._known: dict[int, KnownTensor[V]] = {}
@@ -66,20 +65,20 @@ class TensorTable(Generic[V]):
         self._memories: dict[int, Memory[V]] = {}
 
     def get(self, x: Tensor) -> KnownTensor[V] | None:
-        """Returns the entry of this tensor object."""
+        """Returns the table entry of the tensor object x, or None."""
         return self._known.get(id(x))
 
     def find(self, x: Tensor) -> KnownTensor[V] | None:
-        """Returns the entry of this tensor, or of an alias of the same elements."""
+        """Returns the table entry of x, or of an alias of the same elements, or None."""
         known = self._known.get(id(x))
-        if known is None or known.memory != memory_of(x):  # x.data = ... changed its storage
+        if known is None or known.memory != memory_of(x):  # x.data was assigned
             known = self._alike.get(view_of(x))
             if known is not None:
                 self._known[id(x)] = KnownTensor(x, known.value, known.memory, known.writes)
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """Assigns this value to x; unless `alone`, also to aliases of the same elements."""
+        """Assigns `value` to x and, unless `alone` is set, to aliases of the same elements."""
         owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)
@@ -91,17 +90,17 @@ class TensorTable(Generic[V]):
         return known
 
     def memory(self, x: Tensor) -> Memory[V] | None:
-        """Returns the storage of x, if it is known."""
+        """Returns the `Memory` of the storage of x, or None if unknown."""
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and assigns this value to x; see `Write` for `by`."""
+        """Logs an in-place write to x and assigns `value` to x; `by` is data on the call."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)
 
     def since(self, known: KnownTensor[V]) -> list[Write[V]]:
-        """Returns the writes to a tensor's elements since its value was assigned."""
+        """Returns the writes to elements of a tensor since its value was assigned."""
         written = self._memories[known.memory].written[known.writes :]
         return [write for write in written if _overlap(write.tensor, known.tensor)]
 
@@ -110,13 +109,13 @@ Like = tuple[tuple[int, ...], str]
 
 
 def like(x: Tensor) -> Like:
-    """Returns a tensor's shape and dtype."""
+    """Returns the shape and dtype name of a tensor."""
     with private.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
 def size_of(x: Tensor) -> float | None:
-    """Returns a tensor's maximum modulus, NaN if an entry is NaN; None if there are no entries."""
+    """Returns the largest absolute value of a tensor, or None for empty and integer tensors."""
     if not is_inexact(x) or x.is_meta or not x.numel():
         return None
     if x.layout is not torch.strided:
@@ -128,18 +127,18 @@ def size_of(x: Tensor) -> float | None:
 
 
 def numbers_in(x: Tensor) -> str:
-    """Formats the contents of a small tensor, for use as its name."""
+    """Formats the contents of a small tensor, which become the name of a constant."""
     if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
         with upstream.disable_current_modes():
             return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # no contents: a tensor in a torch.func transform, or a meta tensor
+    except RuntimeError:  # transformed and meta tensors have no contents
         return ""
 
 
 def view_of(x: Tensor) -> Any:
-    """Returns a key that is equal for tensors that are the same view of the same storage."""
+    """Returns a hashable key that identifies a view: storage, shape, strides and offset."""
     with private.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
@@ -148,7 +147,7 @@ def view_of(x: Tensor) -> Any:
 
 
 def offsets(x: Tensor) -> np.ndarray:
-    """Returns the storage offset of each element."""
+    """Returns the storage offset of each element of a tensor."""
     result = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
     for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         along = np.arange(n, dtype=np.int64) * stride
@@ -156,11 +155,11 @@ def offsets(x: Tensor) -> np.ndarray:
     return result
 
 
-_EXACT = 1 << 16  # number of entries up to which overlap is tested entry by entry
+_EXACT = 1 << 16  # maximum number of elements for an exact overlap test
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors on one storage share an element."""
+    """Returns whether two tensors on the same storage share an element."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:

@@ -28,7 +28,7 @@ from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
 from gradtools.jax.recomputing import refuse_to_repeat, rematerialized, stateful
 from gradtools.jax.shardings import varies, varying
-from gradtools.jax.slicing import Split, joined
+from gradtools.jax.slicing import Split, joined, routed
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
@@ -127,20 +127,23 @@ class _ChunkProgram:
 
     program: jaxprs.TracedProgram
     consts: list[Any]
-    wide: list[Any]  # the constants, promoted to float32 if narrower
+    slots: list[Any]  # a float32 array for each 16-bit constant, which receives its cotangent
     outs: int  # the number of output leaves, which precede the carry
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
-        pairs = zip(self.wide, self.consts, strict=True)
-        consts = [x if x is c else x.astype(c.dtype) for x, c in pairs]
+        pairs = zip(self.consts, self.slots, strict=True)
+        consts = [x if slot is None else routed(x, slot) for x, slot in pairs]
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Casts 16-bit constants to float32, so that a scan sums their cotangents in float32."""
+        """Adds slots for the cotangents of 16-bit constants, which a scan then sums in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
-        return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
+        slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
+        pairs = zip(self.consts, slots, strict=True)
+        consts = [x if slot is None else jax.lax.stop_gradient(x) for x, slot in pairs]
+        return replace(self, consts=consts, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """Promotes a carry to its type after a step, because a scan's carry must keep its type."""
@@ -201,7 +204,7 @@ class _Steps:
             shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # avals with shardings
             program, consts = jaxprs.traced(self.of(number), *shapes, carry)
             outs = len(program.avals) - len(carry)
-            step = _ChunkProgram(program, consts, consts, outs)
+            step = _ChunkProgram(program, consts, [None] * len(consts), outs)
             new = step.widened(carry)
             wider = any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True))
             self._traced[key] = self.traced(kind, new) if wider else step

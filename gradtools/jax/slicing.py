@@ -37,7 +37,7 @@ class Split:
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
         """Returns the chunk's rows, whose cotangent is routed to the slot."""
         piece = self.at(index, size)
-        return piece if slot is None else _routed(piece, slot)
+        return piece if slot is None else routed(piece, slot)
 
     def at(self, index: Any, size: int) -> Array:
         if size == self.cut.size:
@@ -73,8 +73,8 @@ class Split:
 
 @jax.custom_jvp
 @marked_as_chunk
-def _routed(piece: Array, slot: Array) -> Array:
-    """Returns the piece; routes the piece's cotangent to the slot.
+def routed(piece: Array, slot: Array) -> Array:
+    """Returns the piece; routes the piece's cotangent to the slot, in the slot's dtype.
 
     A scan adds a whole-array cotangent in each step for an array that its body slices. For an array
     in its xs, a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in
@@ -83,9 +83,9 @@ def _routed(piece: Array, slot: Array) -> Array:
     return piece
 
 
-@_routed.defjvp
+@routed.defjvp
 def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
-    return _routed(*primals), tangents[1]
+    return routed(*primals), tangents[1].astype(primals[0].dtype)
 
 
 def _slice(x: Array, start: Any, size: int, axis: int) -> Array:

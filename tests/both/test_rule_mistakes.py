@@ -1,4 +1,4 @@
-"""`check_rule` finds each planted mistake and says where it is; of right rules it says nothing."""
+"""`check_rule` reports each planted mistake with its place, and nothing for correct rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of mutants is of this package: `make mutants` tries them, which takes long."""
+"""The list of mutants matches the package; `make mutants` runs them, which takes long."""
 
 from __future__ import annotations
 

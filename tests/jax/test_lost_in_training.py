@@ -1,4 +1,4 @@
-"""Lost gradients in training in JAX: planted losses, each against plain steps that move nothing."""
+"""Lost gradients in JAX training: losses with planted bugs, compared with plain optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ F64 = jnp.float64
 
 @dataclass(frozen=True)
 class Loop:
-    """A model in training: `loss(model)` is what is differentiated.
+    """A model and its training loss: `loss(model)` is differentiated.
 
-    tx: The transformation of optax by which plain steps are made.
-    given: What is told of the optimizer, if it is not that.
+    tx: The optax transformation of the plain steps.
+    given: The optimizer that why_zero gets, if it is not tx.
     """
 
     model: Any
@@ -70,7 +70,7 @@ class Stopped(Graph):
 
 
 class Noisy(Graph):
-    """Its calls change it."""
+    """A model with batch norm and dropout, whose state changes with each call."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ PLANTED = {
 
 
 def still(loop, steps):
-    """The names of what plain steps of JAX and optax do not move."""
+    """Return the names of the parameters that plain steps of JAX and optax do not change."""
     tx = loop.tx or optax.sgd(0.1)
     if isinstance(loop.model, nnx.Module):
         graph, params, rest = nnx.split(loop.model, nnx.Param, ...)

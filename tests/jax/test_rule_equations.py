@@ -1,6 +1,6 @@
-"""A rule as an equation of a jaxpr: printing it, and outputs that are not used.
+"""A custom rule as a jaxpr equation: printing, and unused outputs.
 
-JAX's own `custom_jvp` and `custom_vjp` are the oracle.
+The expected values come from JAX's own `custom_jvp` and `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NATIVE = {by_jvp: jax.custom_jvp, by_vjp: jax.custom_vjp}
 both = pytest.mark.parametrize("given", [by_jvp, by_vjp])
 
 
-# --- outputs that nobody uses
+# --- unused outputs
 
 
 def part(f, used, args=(X, Y)):

@@ -27,9 +27,7 @@ def table() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Program:
-    """A function of one vector that uses an operator, its value and the diagonal of its
-    Jacobian.
-    """
+    """A function of a vector that uses an operator, its value and its Jacobian's diagonal."""
 
     function: object
     value: object

@@ -103,9 +103,7 @@ SHARES = {"torch": (0, 1), "jax": (1, 2)}
 
 @pytest.mark.slow
 def test_reversal_helps_by_five_points_in_the_mean_of_three_seeds(pytestconfig):
-    """With both frameworks the seeds are shared among them; one seed runs in both and must
-    agree.
-    """
+    """With both frameworks the seeds are divided between them; one seed runs in both."""
     wanted = wanted_backends(pytestconfig)
     shares = SHARES if len(wanted) == 2 else {wanted[0]: range(3)}
     found, gains = {}, {}

@@ -62,9 +62,7 @@ def test_chunks_inside_of_accumulated_steps(precision):
 
 
 def wasserstein(critic, penalty, weight=10.0):
-    """Return the loss of a WGAN-GP critic: the gradient norm between real and fake points should be
-    1.
-    """
+    """Return the loss of a WGAN-GP critic, which penalizes gradient norms other than one."""
 
     def loss(real, made, between):
         x = between * real + (1 - between) * made
@@ -75,9 +73,7 @@ def wasserstein(critic, penalty, weight=10.0):
 
 
 def test_wgan_gp_trains_as_with_torch_autograd_grad():
-    """Compare a critic step through `gt.grad`, whose result is differentiable, with
-    torch.autograd.
-    """
+    """Compare a critic step with the differentiable `gt.grad` with torch.autograd.grad."""
     draws = torch.Generator().manual_seed(2)
     real, made = torch.randn(2, 16, 4, generator=draws)
     between = torch.rand(16, 1, generator=draws)

@@ -21,9 +21,7 @@ def tower():
 
 
 class Towers(lightning.LightningModule):
-    """Two towers that share an encoder, which runs with `chunked` or in an explicit loop over
-    chunks.
-    """
+    """Two towers that share an encoder, which runs with `chunked` or in a loop over chunks."""
 
     def __init__(self, in_chunks):
         super().__init__()

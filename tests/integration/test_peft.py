@@ -21,9 +21,7 @@ def adapted():
 
 
 def views(encode, batch):
-    """Return two forward passes with different dropout masks, whose matching rows are positive
-    pairs.
-    """
+    """Encode the batch twice with different dropout masks; matching rows are positive pairs."""
     return [encode(**batch) for _ in range(2)]
 
 

@@ -62,9 +62,7 @@ def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slope_is_what_differences_say(name):
-    """Compare derivatives of the loss and of its gradient, in all modes, with finite
-    differences.
-    """
+    """Compare derivatives of the loss and of its gradient with finite differences."""
     net = model(name).double().eval().requires_grad_(False)
     x = IMAGES[:2].double()
     along = x.flip(0)

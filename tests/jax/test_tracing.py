@@ -1,4 +1,4 @@
-"""Connectedness in JAX is data flow through the jaxpr, less the cut table."""
+"""Connectedness in JAX is data flow through the jaxpr without the operations of the cut table."""
 
 import inspect
 
@@ -33,18 +33,18 @@ def jaxpr_of(f, *args):
 
 
 def losses_of(f, *args):
-    """Where the first argument is lost."""
+    """Return the operations at which the gradient of the first argument is lost."""
     graph = graph_of(jaxpr_of(f, *args))
     return losses_between(graph, graph.inputs[0], graph.outputs)
 
 
 def reached(jaxpr):
-    """For each input: does it reach an output?"""
+    """Return for each input whether it reaches an output of the jaxpr."""
     return [any(column) for column in zip(*reached_matrix(jaxpr), strict=True)]
 
 
 def connected(f, *args):
-    """`reached`, as the graph says it."""
+    """Return for each input whether it reaches an output of the graph without a cut."""
     rows = dependence_matrix(graph_of(jaxpr_of(f, *args)))
     return [max(column) > Dependence.CUT for column in zip(*rows, strict=True)]
 
@@ -88,7 +88,7 @@ def newton(theta):
 
 
 def slow_carry(x):
-    """Data needs three rounds to come from the first carry to the last."""
+    """Data from the first carry needs three iterations to reach the last carry."""
     return lax.fori_loop(0, 9, lambda _, c: (c[0], c[0], c[1], c[2]), (x, 0 * ONE, ONE, ONE))[3]
 
 
@@ -175,7 +175,8 @@ CONNECTED = {
 def test_data_reaches_the_output_through(name):
     f, x = CONNECTED[name]
     assert reached(jaxpr_of(f, x)) == [True]
-    assert connected(f, x) == [not name.startswith("the first derivative")]  # a comparison
+    # the argument of these is read by a comparison only
+    assert connected(f, x) == [not name.startswith("the first derivative")]
 
 
 # --- cut ---------------------------------------------------------------------------------
@@ -196,12 +197,12 @@ CUT = [
 def test_data_is_cut_where_why_zero_says_so(cause):
     try:
         jaxpr = jaxpr_of(cause.program, *cause.known["args"])
-    except jax.errors.JAXTypeError:  # it leaves JAX, which only an eager run allows
+    except jax.errors.JAXTypeError:  # it converts a tracer to NumPy, which requires eager execution
         return
     assert not any(reached(jaxpr)[: len(jax.tree.leaves(cause.known["args"][0]))])
 
 
-# --- which output, which input -----------------------------------------------------------
+# --- reachability of each output from each input -----------------------------------------
 
 
 def test_carries_of_a_loop_keep_their_inputs_apart():
@@ -225,11 +226,11 @@ def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
     assert len({*lines}) == 2 and all(line.text.endswith("# here") for line in lines)
 
 
-# --- size --------------------------------------------------------------------------------
+# --- large jaxprs ------------------------------------------------------------------------
 
 
 def test_a_jaxpr_that_shares_its_bodies_is_read_in_linear_time():
-    """Twelve nested calls, each twice: read one by one that would be 2**12 equations."""
+    """Twelve nested calls, each made twice: without sharing these are 2**12 equations."""
     f = jnp.sin
     for _ in range(12):
         f = jax.jit(lambda x, g=f: g(x) + g(x))

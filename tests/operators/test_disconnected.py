@@ -1,4 +1,4 @@
-"""What counts as connected, and what is said when an argument is not: one table, both backends."""
+"""Connected and disconnected arguments, and the messages about them, in both backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = np.array([0.7, -1.3, 2.0])
 
 @dataclass(frozen=True)
 class Path:
-    """A scalar function of x, and whether x reaches its value."""
+    """A scalar function of x and whether its value is connected to x."""
 
     name: str
     f: Callable[[Any, Any], Any]

@@ -1,4 +1,4 @@
-"""A derivative taken inside f: where it is constant, or cut afterwards, the derivative is zero."""
+"""An outer derivative is zero if an inner derivative is constant or is cut afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Z = np.array(1.5)
 
 @dataclass(frozen=True)
 class Inner:
-    """A scalar function that takes a derivative, and its own derivative at X; None if it is cut."""
+    """A scalar function that takes an inner derivative, and its own derivative; None if cut."""
 
     name: str
     f: Callable[[Any, Any, Any], Any]
@@ -56,7 +56,7 @@ def _mixed(y: float, z: float) -> float:
     return 2 * z * np.cos(y * z**2) - 2 * y * z**3 * np.sin(y * z**2)
 
 
-DERIVATIVES = {  # of a scalar f at a scalar x
+DERIVATIVES = {  # derivative operators for a scalar f at a scalar x
     "jacobian": lambda gt, f, x: gt.jacobian(f)(x),
     "jacobian, reverse": lambda gt, f, x: gt.jacobian(f, mode="reverse")(x),
     "jacobian, forward": lambda gt, f, x: gt.jacobian(f, mode="forward")(x),
@@ -178,7 +178,7 @@ def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backen
     x = lift(backend_name, {"a": np.array(1.2), "u": np.array(1.5)})
     v = lift(backend_name, {"a": np.array(0.5), "u": np.array(2.0)})
     cube = lambda x: x["a"] ** 3 + x["u"] ** 3
-    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # 3 a^2
+    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # the derivative 3 a^2
     gradient, product = (t[0] for t in gt.hvp(part, (x,), (v,)))
     for row in (gradient, gt.jacobian(part, mode="reverse")(x), gt.vjp(part, x)[1](v["u"] / 2)[0]):
         close(_number(row["a"]), 7.2, 1e-12)

@@ -1,4 +1,4 @@
-"""Ports from PyTorch to JAX: what a comparison says of the ones that people write."""
+"""Ports from PyTorch to JAX: comparisons of common correct and wrong ports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _FlaxBlock(nnx.Module):
 
 
 def _port():
-    """A block and its correct port, with the same numbers."""
+    """Return a block and its correct port with equal parameters."""
     torch.manual_seed(0)
     original, port = _TorchBlock().double(), _FlaxBlock()
     torch.nn.init.normal_(original.attn.in_proj_bias)

@@ -1,6 +1,4 @@
-"""Errors of the user's code pass unchanged; errors of JAX keep their type and get an
-explanation.
-"""
+"""Errors of the user's code pass unchanged; errors of JAX keep their type and are explained."""
 
 import jax
 import jax.numpy as jnp

@@ -73,9 +73,7 @@ def test_u1_one_evaluation_gives_both_players_gradients(gt, backend_name):
 
 @pytest.fixture
 def players(rng):
-    """Return x of shape (10, 1) and three linear layers: A maps 1 to 2, B and C map 2 to 3
-    features.
-    """
+    """Return x of shape (10, 1) and three linear layers with sizes 1 to 2, 2 to 3 and 2 to 3."""
     x = rng.uniform(size=(10, 1))
     layer = lambda i, o: {"w": rng.normal(size=(i, o)), "b": rng.normal(size=o)}
     return x, layer(1, 2), layer(2, 3), layer(2, 3)
@@ -282,9 +280,7 @@ def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rn
 @pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_the_solution_is_found(gt, slope_by):
-    """The residual is linear in c, so one Gauss-Newton step solves it for a polynomial of degree
-    10.
-    """
+    """The residual is linear in c, so one Gauss-Newton step is exact for a polynomial."""
     c, t = gt.asarray(np.zeros(10)), gt.asarray(T)
     J = gt.to_numpy(gt.jacobian(lambda c: residual(gt, slope_by, c, t))(c))
     np.testing.assert_allclose(J, columns(10), rtol=RTOL, atol=RTOL)

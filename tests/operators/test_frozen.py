@@ -90,9 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """Return G, the floating-point leaves of z, a function that rebuilds z, and a reader of G's
-    output.
-    """
+    """Return G, the movable leaves of z, a function that rebuilds z, and a reader of outputs."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))

@@ -152,9 +152,7 @@ def forward_mode_under_vmap_of_a_reverse_rule():
 
 @STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
-    """A traced array in `nondiff_argnums` leaks a tracer; in custom_rule it is an ordinary
-    argument.
-    """
+    """A traced array in `nondiff_argnums` leaks a tracer; here it is an ordinary argument."""
     f = gt.custom_rule(lambda s, p: s * p)
     f.defvjp(lambda s, p: (s * p, s), lambda s, c: (None, s * c))
     g = jax.jit(lambda s, p: f(s, p))

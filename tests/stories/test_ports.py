@@ -58,7 +58,7 @@ def _port():
 
 @pytest.mark.slow
 def test_a_correct_port_with_attention_in_float32_is_told_so():
-    """flax's attention accumulates in float32 even under x64."""
+    """flax's attention accumulates in float32 even if x64 is enabled."""
     original, port = _port()
     x = np.random.default_rng(0).normal(size=(2, 5, WIDTH))
     mapping = match_parameters(original, port)

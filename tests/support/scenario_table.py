@@ -1,7 +1,7 @@
 """Scenarios: small programs as data, with arguments, order of differentiation and tags.
 
-Each is written once, with `gt.xp`, so that it runs in every backend; tests are generated from the
-records. Vectors have four entries where the length does not matter, because JAX compiles each
+Each program is written once with `gt.xp` for all backends, and tests are generated from the
+records. Vectors have four entries if the length does not matter, because JAX compiles each
 operation for each shape.
 """
 
@@ -28,7 +28,7 @@ class Scenario:
         args: NumPy arrays, or pytrees of them.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
-        order: The greatest order of derivatives that both frameworks define there, 0 to 2.
+        order: The highest order of derivatives that both frameworks define at the point, 0 to 2.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
             "linear algebra", "network", "cancels".
     """
@@ -42,7 +42,7 @@ class Scenario:
     tags: Tags = frozenset()
 
     def bind(self, gt: Any) -> Program:
-        """The program as a function of one backend's arrays."""
+        """Return the program as a function of one backend's arrays."""
         return partial(self.function, gt)
 
 
@@ -84,7 +84,7 @@ def _mixed(gt: Any, p: Any) -> Any:
 
 
 def forms() -> Iterator[Scenario]:
-    """Trees and functions that no user of the records needs."""
+    """Yield scenarios with additional pytrees and functions, which only some tests need."""
     empty = lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"])
     both = {"z": _draw(2, dtype="complex128"), "x": _draw(2, seed=3)}
     yield Scenario("linear", lambda gt, x: 2.0 * x, (_draw(3),), "vector")
@@ -101,7 +101,7 @@ def forms() -> Iterator[Scenario]:
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
+    """Return the smooth 64-bit scenarios with values of ordinary size."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
@@ -110,12 +110,12 @@ def smooth_programs() -> tuple[Scenario, ...]:
 
 
 def program_of(name: str) -> Scenario:
-    """The record of that name."""
+    """Return the scenario with this name."""
     return next(s for s in (*forms(), *scenarios()) if s.name == name)
 
 
 def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:
-    """The scenario of a program at these arguments, a tuple, or at this single one."""
+    """Return the scenario of a program at one argument or a tuple of arguments."""
     args = args if isinstance(args, tuple) else (args,)
     first = leaf = args[0]
     while isinstance(leaf, dict | list | tuple):

@@ -80,9 +80,7 @@ def badly_ruled(gt: Any) -> Any:
 
 
 def noted(call: Callable[[], Any]) -> None:
-    """Raise the notes of the call's exception as an error, so that the file of texts contains
-    them.
-    """
+    """Raise the notes of the call's exception as an error, so that the file of texts has them."""
     try:
         call()
     except Exception as error:

@@ -187,9 +187,7 @@ _ROWS, _SECONDS = 5, 60
 
 
 def _two_processes(device: torch.device) -> None:
-    """Train one step on the rows of two processes: nccl with SyncBatchNorm on GPUs, or gloo on
-    CPUs.
-    """
+    """Train one step on the rows of two processes, with nccl on GPUs or gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Absent("it needs two GPUs")
     with TemporaryDirectory() as folder:

@@ -228,9 +228,7 @@ class Planted:
     strangers: bool = False
 
     def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
-        """Assert that why_zero reports exactly the loss; `still` runs plain steps for
-        comparison.
-        """
+        """Assert that why_zero reports exactly the loss; `still` runs plain optimizer steps."""
         loop = self.make()
         report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
         assert kinds_by_leaf(report) == self.found
@@ -241,8 +239,6 @@ class Planted:
 
 
 def kinds_by_leaf(report: Any) -> dict[str, str]:
-    """Return the kind of each leaf whose whole gradient is lost, without other models'
-    parameters.
-    """
+    """Return the kind of each leaf whose whole gradient is lost, without other models' leaves."""
     whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
     return {f.argument: f.kind for f in whole}

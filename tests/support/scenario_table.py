@@ -127,12 +127,12 @@ def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int
 
 
 def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
-    """The scenarios of a table: by name the program, its arguments, tags and order."""
+    """Yield the scenarios of a table that maps names to programs, arguments, tags and orders."""
     return (_at(name, *row) for name, row in rows.items())
 
 
 def scenarios() -> Iterator[Scenario]:
-    """The scenarios that the project's own tests run."""
+    """Yield the scenarios that the project's own tests run."""
     yield from _elementwise()
     yield from _of_shapes()
     yield from _rearranged()

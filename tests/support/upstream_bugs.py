@@ -1,8 +1,8 @@
-"""The table of what PyTorch differentiates wrongly, or not at all: one row for each operation.
+"""Operations that PyTorch differentiates wrongly or not at all, one row per operation.
 
-Found by sweeps over PyTorch's own table of operators, OpInfo (`tests/sweeps`).
-`docs/upstream-bugs.md` is generated from it, and a test runs each example: it fails once PyTorch is
-right.
+The bugs were found by sweeps over OpInfo, PyTorch's own table of operators (`tests/sweeps`).
+`docs/upstream-bugs.md` is generated from this table. A test runs each example and fails when
+PyTorch has fixed the bug.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Bug:
     """An operation that PyTorch differentiates wrongly.
 
     Attributes:
-        operation: Its name in PyTorch's documentation, without `torch.`.
-        wrong: The wrong derivatives, and for each a loss of x that shows it, as Python code with
+        operation: The name in PyTorch's documentation without `torch.`.
+        wrong: The wrong derivatives, each with a loss of x that shows the bug, as Python code with
             `torch` and x0, the value of x.
         issue: The upstream issue, such as "torch#196702"; empty if no report was found.
     """

@@ -1,7 +1,8 @@
-"""Healthy training losses of PyTorch modules, in which why_zero finds nothing, and planted terms.
+"""Healthy losses of PyTorch modules, for which why_zero reports nothing, and planted bugs.
 
-A healthy function makes a closure that computes the loss, and the model that it trains. A planted
-one is a term of a loss of the logits, with the kinds of its findings and whether all is lost.
+A healthy function returns a closure that computes the loss, and the model. A planted bug is a term
+of a loss of the logits with the expected kinds of findings and a flag that is True if the whole
+gradient is lost.
 """
 
 from __future__ import annotations

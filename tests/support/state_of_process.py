@@ -32,9 +32,7 @@ def quick() -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """Return all known global state: levels, random states, flags, hooks and caches of
-    gradtools.
-    """
+    """Return all known global state, including random states, flags and caches of gradtools."""
     found: dict[str, Any] = {**quick(), **_of_python()}
     if "torch" in sys.modules:
         found |= _rest_of_torch()

@@ -42,9 +42,7 @@ Known = dict[tuple[str, str], str]
 
 
 def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> list[str]:
-    """Return outcomes that fail without a reason, and reasons that match no cell of a whole
-    sweep.
-    """
+    """Return outcomes that fail without a reason, and reasons without a cell in a whole sweep."""
     used: set[tuple[str, str]] = set()
     found = []
     for o in outcomes:

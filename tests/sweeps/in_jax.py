@@ -34,7 +34,8 @@ def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) ->
 
     Args:
         programs: Cases of the table.
-        whole: Whether to run all samples, also with complex numbers, in all ways; otherwise only the first sample in the principal ways.
+        whole: Whether to run all samples, also with complex numbers, in all ways; otherwise only
+            the first sample in the principal ways.
         eager: Whether each way runs separately and without compilation.
     """
     with jax.enable_x64(True), warnings.catch_warnings():

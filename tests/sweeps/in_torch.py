@@ -242,9 +242,7 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """The forward rule uses gradtools' jvp, because torch.func.jvp does not nest in dual
-    numbers.
-    """
+    """The forward rule uses gradtools' jvp; torch.func.jvp does not nest in dual numbers."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule
@@ -289,7 +287,8 @@ def sweep(
     """Yield the outcome of every program in every way.
 
     Args:
-        whole: Whether to run all ways, several samples and in-place variants; otherwise one sample of each operator with some of the quick ways, in turn.
+        whole: Whether to run all ways, several samples and in-place variants; otherwise one sample
+            of each operator with some of the quick ways, in turn.
         tables: Names of the tables in `TABLES`.
         part: `(i, n)` for the i-th of n parts, to split the work.
     """

@@ -335,7 +335,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """Return f, its primals, whether f is random, whether its numbers suit an oracle; or None."""
+    """Return f, its primals, whether f is random, whether its values are moderate; or None."""
     import torch
 
     from gradtools.torch import _upstream as upstream

@@ -1,6 +1,4 @@
-"""Each relation in the table is detected between arrays for which it is true, in both
-directions.
-"""
+"""Each relation in the table is detected between suitable arrays, in both directions."""
 
 from __future__ import annotations
 

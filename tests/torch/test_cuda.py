@@ -1,8 +1,8 @@
-"""What only a GPU shows (tests/support/gpu.py): it runs wherever PyTorch has one.
+"""Scenarios that need a GPU (tests/support/gpu.py); they run if PyTorch supports CUDA here.
 
     python -m pytest tests/torch/test_cuda.py -rs
 
-What needs no GPU to be seen is in test_other_device.py.
+test_other_device.py has the tests of devices that need no GPU.
 """
 
 from __future__ import annotations

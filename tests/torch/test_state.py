@@ -1,4 +1,4 @@
-"""What a recomputation puts back: random streams, generators and buffers, and nothing else."""
+"""Recomputation restores random states, generators and buffers, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHANGES = {
 
 
 def everything(model):
-    """All that is put back, in a form that can be compared."""
+    """Return all restored state in a form that can be compared."""
     buffers = [(k, x.tolist(), x._version) for k, x in model.named_buffers()]
     state = np.random.get_state()  # noqa: NPY002
     streams = [torch.get_rng_state(), model.generator.get_state()]

@@ -38,7 +38,7 @@ class Refusal:
     bug: bool = False
 
     def holds(self, backend: str, transform: Transform, way: Way) -> bool:
-        """Whether this refusal applies to the cell of the backend, transform and rule."""
+        """Return whether this refusal applies to the cell of the backend, transform and rule."""
         return (
             self.backend in (None, backend)
             and any(fnmatchcase(transform.name, p) for p in self.transforms)
@@ -163,7 +163,7 @@ THINNED = (
 
 
 def left_out(backend: str, transform: Transform, way: Way) -> bool:
-    """Whether the cell is skipped because it is slow."""
+    """Return whether the cell is skipped because it is slow."""
     return backend == "jax" and transform.name in THINNED and way.name not in PLAIN_WAYS
 
 

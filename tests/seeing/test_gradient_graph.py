@@ -33,7 +33,7 @@ def kept(graph):
 
 
 def is_in_order(graph):
-    """Whether every value is defined exactly once and before it is read."""
+    """Return whether every value is defined exactly once and before it is read."""
     known = [*graph.inputs, *graph.captured]
     for node in graph.nodes:
         if not set(node.inputs) <= set(known):

@@ -45,7 +45,7 @@ def picture(request, pictures) -> Scene:
 
 
 def overlap(a: tuple[float, ...], b: tuple[float, ...], room: float = 0.0) -> bool:
-    """Whether two rectangles (left, top, right, bottom) are closer than `room`."""
+    """Return whether two rectangles (left, top, right, bottom) are closer than `room`."""
     across = a[0] < b[2] + room and b[0] < a[2] + room
     return across and a[1] < b[3] + room and b[1] < a[3] + room
 

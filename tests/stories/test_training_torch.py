@@ -164,7 +164,7 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _named(program: Any, match: str) -> bool:
-    """Whether `checked` reports the error in a program that runs without raising."""
+    """Return whether `checked` reports the error in a program that runs without raising."""
     with warnings.catch_warnings():
         # the warning about a gradient without a graph
         warnings.simplefilter("ignore", DisconnectedInputWarning)

@@ -127,7 +127,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _agree(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    """Whether results agree closely; the kernels of the device are the CPU's own."""
+    """Return whether results agree closely; the kernels of the device are the CPU's own."""
     same = lambda x, y: bool((x == y).all() if x.dtype.kind == "U" else np.allclose(x, y, 1e-12))
     return len(a) == len(b) and all(map(same, a, b))
 

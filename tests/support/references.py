@@ -64,7 +64,7 @@ def _prose(source: str) -> Iterator[tuple[int, str]]:
 
 
 def is_known(reference: Reference) -> bool:
-    """Whether the name of a reference exists."""
+    """Return whether the name of a reference exists."""
     name = reference.name
     if _FILE.fullmatch(name):
         here = (ROOT / reference.file).parent
@@ -112,7 +112,7 @@ def _identifiers() -> frozenset[str]:
 
 @cache
 def _resolves(name: str) -> bool:
-    """Whether the dotted name can be imported."""
+    """Return whether the dotted name can be imported."""
     first, *rest = name.split(".")
     whole = [*_SHORT.get(first, first).split("."), *rest]
     if whole[0] == "gt":

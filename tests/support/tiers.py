@@ -81,7 +81,7 @@ def _backend(item: pytest.Item) -> str:
 
 
 def named(case: str, values: Iterable[str | tuple[str, ...]]) -> bool:
-    """Whether a case contains one of these values, or all values of one of these tuples."""
+    """Return whether a case contains one of these values, or all values of one of these tuples."""
     every = [(value,) if isinstance(value, str) else value for value in values]
     return any(all(f"-{part}-" in f"-{case}-" for part in parts) for parts in every)
 
@@ -131,7 +131,7 @@ def stale_values(items: Iterable[pytest.Item]) -> list[str]:
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Whether `make test` runs a test."""
+    """Return whether `make test` runs a test."""
     others = ("slow", "sweep", "ahead", "integration")
     return not any(item.get_closest_marker(name) for name in others)
 

@@ -25,7 +25,7 @@ DONE = ("passed", "skipped", "ledger")
 
 
 def applies(entry: dict[str, Any]) -> bool:
-    """Whether an entry applies to the installed versions."""
+    """Return whether an entry applies to the installed versions."""
     for package in ("torch", "jax", "flax"):
         if package in entry:
             try:

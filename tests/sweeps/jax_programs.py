@@ -108,7 +108,7 @@ class Case:
 
     @property
     def complex_only(self) -> bool:
-        """Whether the arguments are always complex."""
+        """Return whether the arguments are always complex."""
         return "c" in {code[0] for code in self.draws.split()}
 
 
@@ -635,7 +635,7 @@ def unknown() -> list[str]:
 
 
 def takes_complex(case: Case) -> bool:
-    """Whether the function supports complex arguments."""
+    """Return whether the function supports complex arguments."""
     if case.draws.endswith(" real") or case.complex_only:
         return False
     try:

@@ -130,7 +130,7 @@ def test_a_fault_at_any_call_reaches_the_user_and_leaves_nothing_behind(
 
 
 def same(gt: Any, found: Any, expected: list[np.ndarray]) -> bool:
-    """Whether a result equals the expected arrays bit by bit."""
+    """Return whether a result equals the expected arrays bit by bit."""
     return [x.tobytes() for x in leaves(gt, found)] == [e.tobytes() for e in expected]
 
 
@@ -148,7 +148,7 @@ def outcome(use: Use, w: World) -> Any:
 
 
 def reaches(found: Any, planted: BaseException) -> bool:
-    """Whether the fault reaches the user as the same error or as text in another error.
+    """Return whether the fault reaches the user as the same error or as text in another error.
 
     `measure` reports it in a note about the missing derivative.
     """

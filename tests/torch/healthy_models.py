@@ -57,7 +57,7 @@ for _name, _make in {
 
 
 class Stateful(nn.Module):
-    """Keeps a state from call to call: in an attribute, a buffer, a list or a dict."""
+    """A module that stores state between calls in an attribute, a buffer, a list or a dict."""
 
     def __init__(self, place, detaches):
         super().__init__()
@@ -91,7 +91,7 @@ for _place in ("attribute", "buffer", "list", "dict"):
 
         def _make(place=_place, detaches=_detaches):
             model = Stateful(place, detaches)
-            model(X)  # a step before
+            model(X)  # a previous training step
             return model
 
         classifier(f"a state in a {_place}{', detached' * _detaches}", _make)
@@ -117,7 +117,7 @@ class Spike(torch.autograd.Function):
 
 
 class Leaky(nn.Module):
-    """A leaky integrate-and-fire neuron that keeps its membrane potential."""
+    """A leaky integrate-and-fire neuron that stores its membrane potential."""
 
     def __init__(self, resets_by):
         super().__init__()
@@ -188,7 +188,7 @@ def ema_of_weights():
 
 
 class Quantizer(nn.Module):
-    """A VQ codebook that moves as a moving average, in buffers."""
+    """A VQ codebook that is updated by a moving average in buffers."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ def sharpness_aware():
     return loss, net
 
 
-# --- planted -----------------------------------------------------------------------------
+# --- losses with planted bugs ------------------------------------------------------------
 
 
 def _through_numpy(out):

@@ -75,9 +75,7 @@ WAYS = {"a leaf": lambda q: q, "a result": torch.exp}
 
 
 def gradients(operator, body, captured, x, q):
-    """Return first and second derivatives along the captured tensors, by autograd and
-    torch.func.
-    """
+    """Return first and second derivatives along captured tensors, by autograd and torch.func."""
 
     def loss(q):
         w = captured(q)

@@ -119,9 +119,7 @@ def own(rank, world):
 
 @check
 def usual_gather(rank, world):
-    """The usual method: other processes' rows are constants, and each loss has only its own
-    rows.
-    """
+    """The usual method: rows of other processes are constants in each process's own loss."""
     model = encoder()
     y = model(batch(world)[rank * ROWS : (rank + 1) * ROWS])
     parts = [torch.empty_like(y) for _ in range(world)]
@@ -230,9 +228,7 @@ def token_loss(net, x, tokens):
 
 
 def parts(rank, world):
-    """Return 60 examples, their tokens, and the rows of this rank's steps; the last rank has
-    few.
-    """
+    """Return 60 examples, their token counts, and the rows of the steps of this rank."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, 5, (60,), generator=generator).double()

@@ -173,9 +173,7 @@ PAIRS = {
 
 
 def weighed(pair):
-    """Return a rule with different factors for its two cotangents, which is not a derivative of the
-    pair.
-    """
+    """Return a rule that weights its two cotangents differently, unlike the pair's derivative."""
     rule = gt.custom_rule(pair)
     rule.defvjp(lambda x: (pair(x), None), lambda r, c: (c[0] + 2 * c[1],))
     return rule

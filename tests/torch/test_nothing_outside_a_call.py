@@ -117,9 +117,7 @@ PATCHES = [
 def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
     name, patch, weights, monkeypatch
 ):
-    """Attention libraries patch functions like this; double backward of the module is the
-    reference.
-    """
+    """Attention libraries patch functions like this; double backward is the reference."""
     torch.manual_seed(0)
     heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
     G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]
@@ -138,9 +136,7 @@ Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
 def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
-    """The first thread exits first; the second thread has saved the stance that the first had
-    set.
-    """
+    """The first thread exits first, although the second has saved the stance that it had set."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     first_entered, second_entered = threading.Event(), threading.Event()
 

@@ -267,9 +267,7 @@ SHARED = {
 
 
 def _reached_in(graph):
-    """Whether the output is independent of the second argument, and whether it is
-    differentiable.
-    """
+    """Return whether the output is independent of the argument and whether it is differentiable."""
     return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
 
 

@@ -29,8 +29,8 @@ from tests.support.devices import placed
 
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
-TIMES: dict[str, float] = {}  # seconds by test
-LEFT: dict[str, Any] = {}  # state of the process after the last test
+TIMES: dict[str, float] = {}  # Seconds of each test.
+LEFT: dict[str, Any] = {}  # State of the process after the last test.
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -249,7 +249,9 @@ def _(gt):
     return vjp(gt, lambda x: x**2, fwd, lambda r, c: (r * c,)), (X,)
 
 
-@mistake("what the last call left behind", "bwd", "array 0", "another call of fwd", only="torch")
+@mistake(
+    "state left over from the previous call", "bwd", "array 0", "another call of fwd", only="torch"
+)
 def _(gt):
     last = {}
     f = lambda x: x**2

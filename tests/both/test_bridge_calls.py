@@ -205,7 +205,7 @@ def test_arguments_are_not_copied():
     seen = []
     f = bridge.to_jax(lambda t: seen.append(t.data_ptr()) or t + 1)
     x = jnp.ones((50, 50))
-    f(x)  # f inspects a copy of x
+    f(x)  # the first call inspects f with a copy of x
     f(x)
     assert seen[-1] == x.unsafe_buffer_pointer()
     inside = []

@@ -51,7 +51,7 @@ Pair = collections.namedtuple("Pair", "x mask")
 KINDS = {
     "a dict": lambda x, m: {"x": x, "mask": m},
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
-    "a dict of one's own": lambda x, m: Own({"x": x, "mask": m}, "train"),
+    "a dict subclass": lambda x, m: Own({"x": x, "mask": m}, "train"),
     "a dataclass": Output,
     "a frozen dataclass with slots": Frozen,
     "a named tuple": Pair,

@@ -43,7 +43,7 @@ NOT_LINEAR = {
     "a norm": lambda xp, x, v: _norm(xp, v) + 0 * v,
     "a quotient": lambda xp, x, v: v / (1 + v),
     "a clipped norm": lambda xp, x, v: v / xp.maximum(_norm(xp, v), 1 + 0 * _norm(xp, v)),
-    "a square beneath what cancels": lambda xp, x, v: (v * 1e3 + v * v) - v * 1e3,
+    "a square hidden by cancellation": lambda xp, x, v: (v * 1e3 + v * v) - v * 1e3,
 }
 MAPS = {**FORGOTTEN, **NOT_LINEAR}
 GIVEN = ("tangent", "cotangent")
@@ -94,7 +94,7 @@ def test_a_map_that_is_not_linear_is_refused_in_the_other_mode(
         words = f"multiply by the {given}" if name in FORGOTTEN else f"linear in its {given}s"
     elif backend_name == "jax":
         words = "not linear"
-    for _ in range(2):  # the second call must raise as well
+    for _ in range(2):  # the same nonlinear map must raise an error twice
         with pytest.raises(Exception, match=words) as raised:
             np.asarray(_in_the_other_mode(gt, native, rule, given, way, x, v))
         assert isinstance(raised.value, GradtoolsError) or way == "compiled"

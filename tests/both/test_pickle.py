@@ -37,7 +37,7 @@ def at(gt):
     return gt.asarray(np.float64(2.0)), gt.asarray(X)
 
 
-# Functions that operators return, with the expected value at (w, x).
+# Functions returned by operators, with the expected values at (w, x).
 RETURNED = {
     "grad": (lambda gt: gt.grad(loss, argnums=1), 4 * X),
     "hessian": (lambda gt: gt.hessian(loss, 1), 4 * np.eye(3)),

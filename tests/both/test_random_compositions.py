@@ -151,7 +151,8 @@ def computed(gt, of):
             return gt.to_numpy(jax.jit(jax.grad(loss))(x))
         x = x.requires_grad_()
         value = loss(x)
-        if not value.requires_grad:  # the derivative through `replace` is constant
+        # the derivative through `replace` is a constant without a graph
+        if not value.requires_grad:
             return np.zeros(3)
         return gt.to_numpy(torch.autograd.grad(value, x)[0])
     except GradtoolsError as error:

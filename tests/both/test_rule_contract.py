@@ -58,7 +58,7 @@ def test_a_static_array_is_refused_with_the_mend(gt, x):
     f.defvjp(lambda n, x: (x, None), lambda n, kept, ct: (ct,))
     with pytest.raises(GradtoolsError, match="bwd may return None for them"):
         f(x, X)
-    own = gt.asarray(X)  # PyTorch tensors are hashed by identity
+    own = gt.asarray(X)  # PyTorch tensors are hashable by identity
     for held in (own, (own,), [X]):
         with pytest.raises(GradtoolsError, match=r"'n' is .* contain no array"):
             f(x, held)
@@ -179,7 +179,7 @@ def test_what_bwd_returns_is_compared_with_the_arguments(gt, x, name):
         lambda x, ct: WRONG[name](gt, ct) if wrong[0] else (ct * x,),
     )
     run = lambda: gt.grad(lambda x: rule(x).sum())(x)
-    for _ in range(3):  # after several correct calls
+    for _ in range(3):  # the wrong result must be reported after several correct calls, too
         run()
     wrong[0] = True
     with pytest.raises(GradtoolsError, match="bwd"):

@@ -1,4 +1,4 @@
-"""Sparse Jacobians and Hessians equal the dense ones and need few products, in both frameworks."""
+"""Sparse Jacobians and Hessians equal dense Jacobians and Hessians and need few products."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def test_modules_are_paired_by_the_longest_common_end_of_their_names():
     }
     mine = {f"{name}.weight": np.ones((3, 3)) for name in names}
     theirs = {}
-    for path in reversed(names.values()):  # sorting by name would pair the wrong modules
+    # the alphabetical order of the names would pair the wrong modules
+    for path in reversed(names.values()):
         place = theirs
         for key in path.split("."):
             place = place.setdefault(key, {})
@@ -274,7 +275,7 @@ def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rn
         out = port(x)
     agree(module, x, out)
     assert first_divergence(module, port, (x,), mapping)
-    # the two biases are summed in flax, their gradients are not
+    # the mapping sums the two biases and their tangents, but not their gradients
     if name in ("linen LSTM", "linen GRU"):
         assert cross_check(torch=module, jax=port, args=(x,), mapping=mapping, order=1)
 

@@ -159,7 +159,7 @@ def test_it_gives_little():
 
 
 def test_what_a_backend_must_give_is_short():
-    """The abstract members are the ones that the documentation lists."""
+    """`Backend` has exactly the abstract members that the documentation lists."""
     trees, arrays = (
         {"flatten", "unflatten", "leaf_paths"},
         {"xp", "is_array", "asarray", "to_numpy"},

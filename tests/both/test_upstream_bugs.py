@@ -42,5 +42,5 @@ def test_the_reports_are_what_their_script_writes():
 def test_a_report_shows_a_wrong_number(report):
     printed = (upstream_reports.FOLDER / f"{report.name}.md").read_text("utf-8")
     given, expected = map(float, re.findall(r"^[\w ]+: (\S+)$", printed, re.MULTILINE))
-    # `not <=` is also true for NaN
+    # `not x <= y` is also true if x is NaN
     assert not abs(given - expected) <= 1e-3 * max(1, abs(expected))

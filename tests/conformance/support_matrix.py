@@ -77,7 +77,7 @@ BUGS: tuple[Refusal, ...] = (
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "they break the graph of torch.compile, which fullgraph=True forbids",
+        "these rules break the graph, which fullgraph=True forbids",
         "Unsupported",
         r"torch\.compiler\.disable",
         ("*compiled*",),
@@ -85,7 +85,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="torch",
     ),
     Refusal(
-        "gradcheck maps forward mode by autograd's vmap, which cannot enter a derivative",
+        "gradcheck uses autograd's vmap, which does not support nested derivatives",
         "GradcheckError",
         "Batching rule not implemented for aten::_unpack_dual|does not support, or branches",
         ("gradcheck",),
@@ -101,7 +101,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _DOUBLE_BACKWARD_ONLY,
     ),
     Refusal(
-        "JAX cannot save a complex array by a checkpoint's policy",
+        "a JAX checkpoint policy cannot save a complex array",
         "TypeError",
         "reduce_precision does not accept dtype complex128",
         ("checkpoint with a policy",),
@@ -109,7 +109,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="jax",
     ),
     Refusal(
-        "JAX cannot export what calls back into Python",
+        "JAX cannot export callbacks into Python",
         "NotImplementedError",
         "serialization of host_callbacks",
         ("export of the value",),
@@ -117,7 +117,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="jax",
     ),
     Refusal(
-        "JAX cannot export what calls back into Python",
+        "JAX cannot export callbacks into Python",
         "NotImplementedError",
         "serialization of host_callbacks",
         ("export of the gradient",),

@@ -27,7 +27,7 @@ from tests.support.tiers import in_turn
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
-# Other rules than the plain ones run in these transforms only, except in slow tests.
+# Rules outside of PLAIN_WAYS run only in these transforms, except in slow tests.
 PLAIN_TRANSFORMS = (
     "value",
     "gt.grad",

@@ -20,7 +20,7 @@ def test_the_walks_are_those_of_now():
         "from tests.support import walks; page = walks.PAGE.read_text('utf-8'); "
         "assert walks.written(page, walks.blocks()) == page"
     )
-    assert done.returncode == 0, f"python -m tests.support.walks writes them anew\n{done.stderr}"
+    assert done.returncode == 0, f"python -m tests.support.walks rewrites them\n{done.stderr}"
 
 
 def fresh(run):
@@ -53,7 +53,7 @@ def test_no_walk_grows_longer():
     counts = ast.literal_eval(done.stdout)
     assert counts.keys() == AT_MOST.keys()
     longer = {k: n for k, n in counts.items() if n[0] > AT_MOST[k][0] or n[1] > AT_MOST[k][1]}
-    assert not longer, "python -m tests.support.walks --counts; each step has a file of its own?"
+    assert not longer, "python -m tests.support.walks --counts; is each step in its own file?"
     assert all(0 < changes < calls for calls, changes in counts.values())
 
 

@@ -219,7 +219,7 @@ PROGRAMS = {
         "[]",
         ("torch",),
     ),
-    "a mixed partial is compiled first": Program(
+    "mixed_partial is compiled as the first call": Program(
         """
         import torch
         import gradtools.torch as gt
@@ -230,8 +230,8 @@ PROGRAMS = {
         "[6.0, 6.0, 6.0]",
         ("torch",),
     ),
-    "derivatives import nothing of seeing": Program(MISSION + SEEING, "[]"),
-    "derivatives at modules import nothing of seeing": Program(OF_MODULES, "[]", ("torch",)),
+    "derivatives do not import gradtools.seeing": Program(MISSION + SEEING, "[]"),
+    "derivatives of modules do not import gradtools.seeing": Program(OF_MODULES, "[]", ("torch",)),
     "graphs without the extra": Program(
         """
         import numpy as np
@@ -248,7 +248,7 @@ PROGRAMS = {
         "True",
         without=("quickjs",),
     ),
-    "names are kept, starred and told": Program(
+    "star imports and error messages of names": Program(
         """
         import importlib, pkgutil
         from gradtools.{backend} import *
@@ -269,7 +269,7 @@ PROGRAMS = {
         """,
         "[]\n[]\nmodule 'gradtools.{backend}' has no attribute 'gradd'",
     ),
-    "both wings work in one process": Program(
+    "both backends work in one process": Program(
         """
         import numpy as np
         import gradtools.torch, gradtools.jax
@@ -300,7 +300,7 @@ def test_a_program_in_a_fresh_process(name, backend):
     assert run(text, program.without).endswith(expected)
 
 
-# Modules that a bare import of a backend may load: few, and none that only some programs need.
+# Modules that a bare import of a backend must not load, because few programs need them.
 ASKED_FOR = (
     *("seeing", "testing", "cli", "display", "keras_layers"),
     *("accumulate", "chunking", "custom", "frozen", "kernels", "models"),

@@ -19,7 +19,7 @@ def test_every_name_in_backticks_and_every_file_is_there():
         every = [r for path in sorted(PACKAGE.rglob("*.py")) for r in references.references(path)]
         stale = [str(reference) for reference in every if not is_known(reference)]
     assert len(every) > 800
-    assert not stale, "these are named and are not there:\n" + "\n".join(stale)
+    assert not stale, "these names do not exist:\n" + "\n".join(stale)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 TIMES = torch.linspace(0, 1, 5, dtype=torch.float64)
 STARTS = torch.randn(
     6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-)  # points on spirals
-FIXED = {"method": "rk4"}  # rk4 takes the same steps for every example
+)  # Points on spirals.
+FIXED = {"method": "rk4"}  # rk4 takes the same steps for every example..
 
 
 class Field(torch.nn.Module):

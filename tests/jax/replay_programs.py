@@ -280,7 +280,7 @@ def _scan(w: Any, x: Any) -> Any:
 
 
 def _while(w: Any, x: Any) -> Any:
-    # an integer, so it has no tangent
+    # the carry of the loop is an integer and has no tangent
     trips = jax.lax.while_loop(lambda n: n < 4, lambda n: n + 1, 0)
     return encode(w, x) * trips
 
@@ -294,9 +294,9 @@ def _with_ref(w: Any, x: Any) -> Any:
 
 _plainly("a scan in f", _scan)
 _plainly("a while loop that carries no derivative", _while)
-_plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
+_plainly("a mutable array created by f", _with_ref, "f makes a mutable array")
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
-_plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
+_plainly("an f that couples the examples", lambda w, x: encode(w, x - x.mean(0)))
 
 
 # --- arguments --------------------------------------------------------------------------------

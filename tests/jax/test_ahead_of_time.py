@@ -57,7 +57,7 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
         return
     totals = (
         4 * ahead.WIDTH**2 if name == "microbatched_value_and_grad" else 0
-    )  # bytes of a float32 sum
+    )  # bytes of the float32 sum of gradients
     assert ours.temporaries <= hand.temporaries + totals + 2**19
     assert ours.flops is None or ours.flops[0] <= 1.01 * hand.flops[0]
     assert ours.peak is None or ours.peak <= 1.01 * hand.peak + totals
@@ -99,7 +99,7 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        # and the cotangents of the gradients
+        # one graph of G, and the gradients of all uses with their cotangents
         one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries

@@ -350,8 +350,8 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # the outputs, their cotangents, and one concatenation
-    # the memory of the plain function does grow
+    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenation.
+    # The plain function needs memory for each chunk.
     assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 
 
@@ -382,7 +382,7 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    # a handwritten jax.checkpoint behaves the same
+    # jax.checkpoint on each chunk keeps as many arrays
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 

@@ -58,7 +58,7 @@ def flops(fun, *args):
 def flops_of(jaxpr):
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        assert eqn.primitive.name != "while", "a loop with an unknown trip count"
         if eqn.primitive in (primal_p, value_p, tangent_p):
             avals = [v.aval for v in eqn.invars]
             total += flops(partial(eqn.primitive.impl, **eqn.params), *avals)

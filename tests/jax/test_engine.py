@@ -131,9 +131,9 @@ STOPPED_CARRY = lambda c, _: (2 * jax.lax.stop_gradient(c), None)
     ("f", "reaches"),
     [
         (lambda x: first_alone(x, x).sum(), True),
-        # the function of the rule ignores the argument
+        # the rule's function ignores its second argument
         (lambda x: first_alone(ONES, x).sum(), False),
-        (lambda x: jnp.round(x).sum(), True),  # a derivative that is zero everywhere
+        (lambda x: jnp.round(x).sum(), True),  # the derivative of round is zero everywhere
         (lambda x: jax.lax.scan(STOPPED_CARRY, x, None, 3)[0].sum(), False),
         (lambda x: gt.stop_gradient(x).sum(), False),
         (lambda x: gt.scale_gradient(x, 0.0).sum(), True),

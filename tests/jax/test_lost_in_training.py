@@ -184,8 +184,10 @@ PLANTED = {
         lambda: of_graph(Noisy()),
         {**nothing("detached"), "norm.scale": "detached", "norm.bias": "detached"},
     ),
-    "nnx: a variable that is no parameter": Planted(lambda: of_graph(Table(), optax.sgd(0.1)), {}),
-    "nnx: an optimizer that a filter leaves short": Planted(
+    "nnx: a variable that is not a parameter": Planted(
+        lambda: of_graph(Table(), optax.sgd(0.1)), {}
+    ),
+    "nnx: an optimizer whose filter omits a parameter": Planted(
         filtered_optimizer, nothing("not_optimized"), oracle=False
     ),
     "equinox: a gate by comparison": Planted(
@@ -194,11 +196,11 @@ PLANTED = {
     "equinox: a gate that is rounded": Planted(
         lambda: of_tree(Rounded(), optax.sgd(0.1)), {"gate": "zero_derivative"}
     ),
-    "equinox: a label that freezes": Planted(labelled, {"body.weight": "not_optimized"}),
-    "equinox: a mask that hands on": Planted(
+    "equinox: a label for frozen parameters": Planted(labelled, {"body.weight": "not_optimized"}),
+    "equinox: a mask that passes gradients through": Planted(
         masked, {"body.weight": "not_optimized"}, oracle=False
     ),
-    "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimized"}),
+    "equinox: a mask of zero updates": Planted(masked_adam, {"body.weight": "not_optimized"}),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
 }
 
@@ -231,8 +233,8 @@ def _state_like(model, pure):
 
 
 @pytest.mark.quick_at(
-    "equinox: a label that freezes",
-    "equinox: a mask that hands on",
+    "equinox: a label for frozen parameters",
+    "equinox: a mask that passes gradients through",
 )
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("name", PLANTED)

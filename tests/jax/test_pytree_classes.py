@@ -32,9 +32,9 @@ def floating(a):
 
 INITS = {
     "casts": lambda a: a.astype(jnp.float32),
-    "looks at the shape": of_three,
-    "looks at the type": an_array,
-    "looks at the dtype": floating,
+    "inspects the shape": of_three,
+    "inspects the type": an_array,
+    "inspects the dtype": floating,
     "computes": lambda a: a + 0 * jnp.sum(a),
 }
 
@@ -131,7 +131,7 @@ def test_a_class_is_made_of_arrays_only(operator, init):
     np.testing.assert_allclose(run(class_of(init)), expected, rtol=1e-6)
 
 
-# its __init__ calls jax.numpy
+# the __init__ of "computes" calls jax.numpy
 @pytest.mark.parametrize("name", [name for name in INITS if name != "computes"])
 def test_a_kernel_gets_the_class_made_of_numpy_arrays(name):
     F = class_of(INITS[name])

@@ -42,12 +42,14 @@ def _frozen_over_a_tracer(w: World) -> Any:
     return run
 
 
-CONSTANT = ("custom_rule: value", "GradientAccumulator")  # constant in the argument
+# uses whose derivative does not depend on x
+CONSTANT = ("custom_rule: value", "GradientAccumulator")
 MINE = [
     *(u for u in JITTED if u.planted and u.public != "host_function" and u.name not in CONSTANT),
     Use("frozen over a tracer", _frozen_over_a_tracer),
     Use("custom_rule that captures", _with_a_rule_that_captures),
-    Use("host_function", _on_the_host),  # with a double-backward kernel, unlike the other uses
+    # host_function with a double-backward kernel, unlike the other uses
+    Use("host_function", _on_the_host),
 ]
 REVERSE_ONLY = ("clip_gradient", "transform_gradient", "replace_gradient")
 

@@ -107,8 +107,8 @@ class TiedGraph(nnx.Module):
 class Kind:
     make: Any
     library: str
-    batched: bool = False  # whether the module takes a batch of examples
-    changes: bool = False  # whether a call changes the module
+    batched: bool = False  # Whether the module takes a batch of examples.
+    changes: bool = False  # Whether a call changes the module.
 
     def loss(self, module, x):
         out = module(x) if self.batched else jax.vmap(module)(x)

@@ -127,8 +127,8 @@ def partitions():
     x, tokens = rng.normal(size=(60, 3)), rng.integers(0, 5, size=60).astype(float)
     for steps in (1, 3):
         part = rng.integers(0, 4 * steps, size=60)
-        part[part // steps == 2] += steps  # rank 2 gets no examples
-        part[part == 0] = 4 * steps - 1  # the first step of rank 0 gets no examples, either
+        part[part // steps == 2] += steps  # Rank 2 gets no examples.
+        part[part == 0] = 4 * steps - 1  # The first step of rank 0 is empty, too.
         yield x, tokens * (part == np.arange(4 * steps)[:, None]).reshape(4, steps, 60)
 
 

@@ -96,7 +96,7 @@ def test_a_fwd_in_the_order_of_f_is_refused_where_static_arguments_lead(gt):
     with pytest.raises(GradtoolsError, match=r"static arguments come first.*fwd\(n, x\)"):
         power.defvjp(lambda x, n: (x**n, x), bwd)
     power.defvjp(lambda n, x: (x**n, x), bwd)
-    power.defvjp(lambda k, z: (z**k, z), bwd)  # other parameter names
+    power.defvjp(lambda k, z: (z**k, z), bwd)  # the parameters of fwd may have other names
 
 
 def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
@@ -148,7 +148,7 @@ def test_a_residual_that_is_a_function_is_evaluated_again_in_pytorch(torch_gt, t
 @pytest.fixture
 def torch_gt(gt, backend_name):
     if backend_name != "torch":
-        pytest.skip("a function is no pytree; JAX says so itself")
+        pytest.skip("a function is not a pytree; JAX raises its own error")
     return gt
 
 
@@ -203,7 +203,7 @@ def test_what_fwd_draws_is_drawn_again_at_second_order(torch_gt, torch_x):
 def test_a_cotangent_map_that_is_not_linear_works_in_reverse_mode_alone(gt, x, y):
     f = gt.custom_rule(lambda x: x * x)
     f.defvjp(lambda x: (x * x, x), lambda x, ct: (gt.xp.clip(2 * x * ct, -1.0, 1.0),))
-    x = x + 0.1  # away from rounding boundaries, where the frameworks differ
+    x = x + 0.1  # move x away from the points at which the frameworks round differently
     same(gradients(gt, f, x)[0], np.clip(2 * X + 0.2, -1, 1))
     inner = np.abs(2 * X + 0.2) < 1
     _, (h,) = gt.hvp(lambda x: f(x).sum(), (x,), (y,), mode="reverse_over_reverse")

@@ -74,7 +74,7 @@ IN_CHUNKS = (
 @pytest.mark.parametrize("name", IN_CHUNKS)
 def test_a_jacobian_in_chunks_is_the_whole_one(gt, backend_name, name, mode, chunk_size):
     if (backend_name, name) == ("jax", "a branch on values") and mode == "forward":
-        pytest.skip("JAX's loop over chunks is traced, so f cannot branch on values")
+        pytest.skip("JAX traces the loop over chunks, so f cannot branch on values")
     program = program_of(name)
     f, args = program.bind(gt), lift(backend_name, program.args)
     argnums = tuple(range(len(args)))

@@ -212,8 +212,8 @@ def clipped(gt, cts, **bounds):
 
 
 _INF, _NAN, _HALF = math.inf, math.nan, 1 / math.sqrt(2)
-CLIPPED = {  # cotangents (and their dtype), bounds, expected result, relative error
-    # no epsilon in the denominator
+CLIPPED = {  # Cotangents (and dtype), bounds, expected result, relative error.
+    # The denominator has no epsilon.
     "a norm at the bound": ([[3.0, 4.0]], {"max_norm": 5.0}, [[3.0, 4.0]], 0),
     "all leaves": ([[3.0, 0.0], [4.0]], {"max_norm": 0.5}, [[0.3, 0.0], [0.4]], 1e-13),
     "values first": ([[3.0, -100.0]], {"max_norm": 2.5, "max_value": 4.0}, [[1.5, -2.0]], 0),
@@ -602,7 +602,7 @@ def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
     x = gt.asarray(np.array([1.0, 2.0, 3.0]))
 
     def gradient(k):
-        scaled = k * 1  # not a leaf tensor
+        scaled = k * 1  # in PyTorch `scaled` is in PyTorch `scaled` is not a leaf tensor
         if tree:
             edit = lambda x: gt.transform_gradient({"a": x}, lambda g: {"a": g["a"] * scaled})["a"]
         else:
@@ -622,7 +622,7 @@ def test_a_captured_leaf_of_a_transform_gets_no_gradient_of_first_order(gt, back
     x, w = (gt.asarray(np.ones(3)).requires_grad_() for _ in range(2))
     captured = w * 2
     y = gt.transform_gradient(x * 1, lambda g: g * captured)
-    y += 1  # an in-place operation on the output of the edit
+    y += 1  # write to the output of the edit in place
     y.sum().backward()
     assert w.grad is None and x.grad.tolist() == [2, 2, 2]
     captured.sum().backward()  # the graph of `captured` has not been freed

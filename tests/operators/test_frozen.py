@@ -53,7 +53,7 @@ def tree(gt, rng):
 
 CASES = {
     "a network": (layers, lambda gt, rng: arrays(gt, rng, (3, 4))[0], lambda o: o),
-    "trees and an integer": (
+    "pytrees with an integer": (
         tree,
         lambda gt, rng: {
             "a": arrays(gt, rng, (3, 4))[0],
@@ -61,7 +61,7 @@ CASES = {
         },
         lambda o: o["out"][0] * o["out"][1]["k"] + o["z"] * o["out"][1]["n"].sum(),
     ),
-    "an empty output beside": (
+    "an additional empty output": (
         lambda gt, rng: lambda z: (z[:0], gt.xp.sin(z) * z.sum()),
         lambda gt, rng: arrays(gt, rng, (4,))[0],
         lambda o: o[1] + o[0].sum(),
@@ -90,7 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """Return G, the movable leaves of z, a function that rebuilds z, and a reader of outputs."""
+    """Return G, z's differentiable leaves, a function that rebuilds z, and a reader of outputs."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))
@@ -101,8 +101,8 @@ def scalar(gt, out):
     return (gt.xp.sin(out.real) * (1 + out.real)).sum()
 
 
-@pytest.mark.slow_at(("an empty output beside", "jax"))
-@pytest.mark.sweep_at(("a network", "jax"), ("trees and an integer", "jax"), ("complex", "jax"))
+@pytest.mark.slow_at(("an additional empty output", "jax"))
+@pytest.mark.sweep_at(("a network", "jax"), ("pytrees with an integer", "jax"), ("complex", "jax"))
 def test_the_value_and_first_derivatives(gt, case):
     G, z, whole, read = case
     f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
@@ -137,8 +137,8 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
 @pytest.mark.slow_at("jax")
 @pytest.mark.sweep_at(
     ("a network", "jax"),
-    ("trees and an integer", "jax"),
-    ("an empty output beside", "jax"),
+    ("pytrees with an integer", "jax"),
+    ("an additional empty output", "jax"),
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):

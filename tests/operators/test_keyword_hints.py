@@ -27,7 +27,8 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
     said = str(raised.value)
     assert said.startswith(f"{name}: there is no argument {keyword}=. Instead, ")
     assert HINTS[name, keyword, value] in said
-    assert isinstance(raised.value, TypeError)  # as for any unknown keyword in Python
+    # Python raises a TypeError for an unknown keyword, too
+    assert isinstance(raised.value, TypeError)
 
 
 def test_keywords_of_f_itself_are_not_looked_at(gt):

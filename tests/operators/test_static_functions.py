@@ -75,7 +75,7 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     np.testing.assert_allclose(gt.to_numpy(slopes), [4, 36])
     curves = gt.vmap(lambda w, x: gt.grad(gt.grad(f, 1), 1)(w, x), (0, None))(ws, x)
     np.testing.assert_allclose(gt.to_numpy(curves), [2, 18])
-    assert not rule._specializations  # no tracer is cached
+    assert not rule._specializations  # the rule caches no tracer
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def force_constants_are_the_hessian_of_the_energy():
     x = rand(3, 3)
     energy = lambda x: (_distances(x) ** 3).sum()
     hessian = gt.hessian(energy)(x)
-    with pytest.raises(NotImplementedError, match="_pdist_backward"):  # a limit of PyTorch itself
+    # PyTorch itself does not support this derivative
+    with pytest.raises(NotImplementedError, match="_pdist_backward"):
         gt.hessian(lambda x: (torch.pdist(x) ** 3).sum())(x)
     v = rand(3, 3)
     return [

@@ -6,9 +6,9 @@ from typing import Any
 
 # The costs of these names are tested elsewhere or do not matter.
 ELSEWHERE = {
-    *("vmap", "compile"),  # aliases of the framework's own functions
-    "all_gather",  # needs several processes or devices
-    # have no handwritten equivalent
+    *("vmap", "compile"),  # Aliases of the framework's own functions.
+    "all_gather",  # It needs several processes or devices.
+    # These operators have no handwritten equivalent.
     *("implicit_solution", "retain_gradient", "retained_gradients"),
     *(
         "xp",
@@ -18,8 +18,8 @@ ELSEWHERE = {
         "split_key",
         "ArraySpec",
         "is_recomputing",
-    ),  # not derivatives
-    *("why_zero", "gradient_graph", "formula"),  # analysis tools, not parts of a program
+    ),  # Functions without a derivative.
+    *("why_zero", "gradient_graph", "formula"),  # Analysis tools.
 }
 
 

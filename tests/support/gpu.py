@@ -66,7 +66,7 @@ def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
             result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*result)  # the second entry checks that the random stream continues equally
+        _exactly(*result)  # the last draw checks that the random state is equal afterwards
 
     return run
 
@@ -302,7 +302,7 @@ def _in_order(device: torch.device, twice: Any, a: Any) -> None:
         lambda a: jax.lax.fori_loop(0, 50, lambda _, z: z + 1, jnp.zeros(1 << 20) * a[0])
     )
     for _ in range(3):
-        b = twice(late(a))  # the input has no other reference
+        b = twice(late(a))  # the result of `late` has no other reference
         assert float(jnp.min(b)) == float(jnp.max(b)) == 100.0
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "support" / "mutants.toml"
 LEAST = 19 / 20  # the fraction of mutants that the tests must detect
 _QUICK = "not slow and not sweep and not ahead"
-_LONGEST = 3600  # a timeout in seconds, which also detects mutants that never end
+_LONGEST = 3600  # Timeout in seconds, which also detects endless mutants.
 # Outcomes by pytest's exit status: all passed, some failed, import error, no quick test.
 _OUTCOMES = {0: "survived", 1: "seen", 2: "seen", 5: "survived"}
 
@@ -49,7 +49,9 @@ class Mutant:
         """Return the text of the file with the change."""
         text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.was) != 1:
-            raise ValueError(f"{self}: stands there {text.count(self.was)} times, not once")
+            raise ValueError(
+                f"{self}: the text occurs {text.count(self.was)} times instead of once"
+            )
         return text.replace(self.was, self.now)
 
 
@@ -119,9 +121,11 @@ def copied(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
+    parser.add_argument("words", nargs="*", help="parts of file names; default: all files")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--own", action="store_true", help="no other tests than those beside it")
+    parser.add_argument(
+        "--own", action="store_true", help="run only the tests that mutants.toml lists"
+    )
     options = parser.parse_args()
     wanted = [
         m for m in read() if not options.words or any(word in m.file for word in options.words)

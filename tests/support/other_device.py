@@ -183,14 +183,14 @@ MORE = (
 )
 
 FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # faults that the sweep must report
-    "an array of the CPU": lambda x: x + torch.ones(4, dtype=x.dtype),
-    "a number that is read": lambda x: x * x.detach().sum().item(),
+    "an array on the CPU": lambda x: x + torch.ones(4, dtype=x.dtype),
+    "a number read by the host": lambda x: x * x.detach().sum().item(),
     "NumPy's array": lambda x: x * float(x.detach().numpy()[0]),
-    "a generator of the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
+    "a generator on the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
     "a result on the CPU": lambda x: x.cpu(),
-    "a random stream that moves": lambda x: x + 0 * torch.rand_like(x),
+    "a random state that changes": lambda x: x + 0 * torch.rand_like(x),
     "another result": lambda x: x + (x.device.type == "cpu"),
-    "a stream that is left out": lambda x: _in_a_thread(lambda: torch.sin(x)),
+    "an ignored stream": lambda x: _in_a_thread(lambda: torch.sin(x)),
     "a device that JAX does not see": lambda x: _sine_of_jax(x),
 }
 

@@ -96,7 +96,7 @@ def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, s
     parts, at = [node.attr], node.value
     while isinstance(at, ast.Attribute):
         parts, at = [at.attr, *parts], at.value
-    if not isinstance(at, ast.Name):  # for example the value of a call
+    if not isinstance(at, ast.Name):  # for example, the base is the value of a call
         yield from ((node.lineno, p) for p in parts if _is_theirs(p))
         return
     dotted = ".".join((at.id, *parts))
@@ -162,7 +162,7 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # recognized by name on any object
+_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private on any object
 
 
 # --- patches -----------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class RandomMutant(Mutant):
         """Return the text of the file with the change."""
         text = (package / self.file).read_bytes()
         if text[self.start : self.end].decode() != self.was:
-            raise ValueError(f"{self}: the file is another by now")
+            raise ValueError(f"{self}: the file has changed")
         return (text[: self.start] + self.now.encode() + text[self.end :]).decode()
 
 
@@ -195,11 +195,13 @@ def _texts() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
+    parser.add_argument("words", nargs="*", help="parts of file names; default: all files")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--own", action="store_true", help="no other tests than those of its file")
+    parser.add_argument(
+        "--own", action="store_true", help="run only the tests of the mutant's file"
+    )
     options = parser.parse_args()
     files = [f for f in closure() if not options.words or any(w in str(f) for w in options.words)]
     chosen = drawn(files, options.count, options.seed)

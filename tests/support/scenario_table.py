@@ -91,7 +91,7 @@ def forms() -> Iterator[Scenario]:
     yield Scenario("complex from real", lambda gt, x: gt.xp.exp(1j * x) * x, (_draw(3),), "vector")
     yield Scenario("a branch on values", _branch, (np.array([0.7, -1.2, 0.4]),), "vector")
     tree = {"e": np.zeros((2, 0)), "x": _draw(2)}
-    yield Scenario("an empty leaf beside a full one", empty, (tree,), "pytree")
+    yield Scenario("an empty and a nonempty leaf", empty, (tree,), "pytree")
     pair = [np.asarray(_draw()), _draw(2)]
     yield Scenario(
         "a number without axes in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree"
@@ -105,7 +105,7 @@ def smooth_programs() -> tuple[Scenario, ...]:
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
-    unused = "an argument of which nothing is used"
+    unused = "an unused argument"
     return tuple(s for s in every if not special & s.tags and s.name != unused)
 
 
@@ -196,12 +196,12 @@ def _of_shapes() -> Iterator[Scenario]:
             "determinant": (lambda gt, a: gt.xp.linalg.det(a), (square,), linalg),
             "norm away from 0": (lambda gt, x: gt.xp.linalg.vector_norm(x), v, linalg),
             "output of a tree": (tree, (v,)),
-            "integer output beside a float": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
+            "an integer and a float output": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
             "rows taken by integers": (taken, (_draw(5, 2), np.array([0, 3, 3])), integer),
             "masked by booleans": (masked, (v, mask), integer),
             "sum of an empty array": (lambda gt, x: gt.xp.sum(x**2), (np.zeros(0),)),
             "empty output": (lambda gt, x: x * 2.0, (np.zeros((0, 3)),)),
-            "an argument of which nothing is used": (
+            "an unused argument": (
                 *(lambda gt, x, y: gt.xp.sum(x**2), (_draw(3), _draw(2)), several),
             ),
         }
@@ -282,7 +282,7 @@ def _scales() -> Iterator[Scenario]:
             "large and tiny in one array": (
                 *(lambda gt, x: x**2, (np.array([1e30, 1.0, 1e-30]),), both),
             ),
-            "a tiny leaf beside a large one": (apart, (x, _draw(3)), {*both, "several"}),
+            "a tiny and a large leaf": (apart, (x, _draw(3)), {*both, "several"}),
             "cubes of 1e10 in float32": (cube, ((x * 1e10).astype("float32"),), large),
             "cubes of 1e-8 in float32": (cube, ((x * 1e-8).astype("float32"),), tiny),
             "logsumexp of 1000": (_logsumexp, (_draw(5) + 1000,), large),

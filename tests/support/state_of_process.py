@@ -188,7 +188,7 @@ def _of_python() -> dict[str, Any]:
         "the recursion limit": sys.getrecursionlimit(),
         "the tracing function": (sys.gettrace(), sys.getprofile()),
         "the handler of interrupts": signal.getsignal(signal.SIGINT),
-        "the exception in the air": sys.exc_info()[0],
+        "the exception being handled": sys.exc_info()[0],
         "the working directory": os.getcwd(),
         "the environment": dict(os.environ),
         "threads": threading.active_count(),

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GRADIENT = "gradient"
-GRADIENT_AGAIN = "derivative of the gradient"  # reverse over reverse mode
-THIRD = "third derivative"  # in reverse mode
+GRADIENT_AGAIN = "derivative of the gradient"  # Reverse over reverse mode.
+THIRD = "third derivative"  # Reverse mode.
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
-TANGENT = "tangent"  # forward mode
-TANGENT_AGAIN = "derivative of the tangent"  # reverse or forward mode over forward mode
-TANGENT_OF_GRADIENT = "tangent of the gradient"  # forward over reverse mode
+TANGENT = "tangent"  # Forward mode.
+TANGENT_AGAIN = "derivative of the tangent"  # Reverse or forward mode over forward mode.
+TANGENT_OF_GRADIENT = "tangent of the gradient"  # Forward over reverse mode.
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def _matches(item: pytest.Item, test: str, entry: dict[str, Any]) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--version-results", type=Path, help="a file for the outcome of each test")
-    parser.addoption("--again", action="store_true", help="only what has not passed there")
+    parser.addoption(
+        "--again", action="store_true", help="only tests that have not passed in the file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

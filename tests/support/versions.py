@@ -80,7 +80,7 @@ def built(name: str, pair: Pair) -> Path | None:
     subprocess.run([base, "-m", "venv", folder], check=True)
     frameworks = [f"torch=={pair.torch}", f"jax=={pair.jax}", f"jaxlib=={pair.jax}"]
     install = [python, "-m", "pip", "install", "-q"]
-    # ignore version constraints of this machine
+    # ignore the version constraints of this machine
     exact = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     subprocess.run([*install, *frameworks, *PACKAGES], env=exact, check=True)
     subprocess.run([*install, "--no-deps", "-e", ROOT], check=True)

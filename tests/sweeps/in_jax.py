@@ -330,6 +330,9 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
 
 
 KNOWN: Known = {
-    ("nn.dot_product_attention", "*"): "it computes in float32, whatever it is given (jax#37422)",
-    ("lax.while_loop; scipy.special.hyp?f1", "rule by defvjp, *"): "its fwd takes jax.vjp",
+    (
+        "nn.dot_product_attention",
+        "*",
+    ): "the function computes in float32 for every input dtype (jax#37422)",
+    ("lax.while_loop; scipy.special.hyp?f1", "rule by defvjp, *"): "the rule's fwd calls jax.vjp",
 }

@@ -38,8 +38,8 @@ from tests.sweeps.torch_programs import (
 )
 
 Tensors = Sequence[torch.Tensor]
-_SMALL = 40  # maximum number of input and output entries for full matrices
-_TOLERANCE = {1: 1e-9, 2: 1e-7}  # ill-conditioned operations lose digits at second order
+_SMALL = 40  # Maximum number of input and output entries for full matrices.
+_TOLERANCE = {1: 1e-9, 2: 1e-7}  # Second derivatives of ill-conditioned operations lose digits.
 
 
 @dataclass(eq=False)
@@ -322,7 +322,7 @@ def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
-            yield about("every way", LEFT_OUT, "its value or gradient is not a number there")
+            yield about("every way", LEFT_OUT, "the value or gradient is NaN at the sample")
             return
         for way in ways:
             told = _judged(point, way)
@@ -369,24 +369,39 @@ KNOWN: Known = {
     (
         "*CustomOp; *AutogradFunction; *linear_cross_entropy.chunked*",
         "custom_rule*; grad of jvp; jacobian*",
-    ): "PyTorch drops the tangents of an operator with a reverse rule only",
+    ): "PyTorch drops the tangents of operators with only a reverse rule",
     ("linalg.eig*; nn.BCELoss; nn.functional.binary_cross_entropy", "custom_rule by defjvp*"): (
-        "PyTorch's tangent of it has another derivative than its reverse mode"
+        "the derivative of PyTorch's tangent differs from reverse mode"
     ),
     ("*dropout*; nn.functional.rrelu*", "jacobian*; chunked*"): (
-        "under vmap, and in each chunk, a seed of its own draws another mask"
+        "each chunk and each vmapped call has its own seed and mask"
     ),
-    ("*float*; *half; cov", "jacobian*"): "a cast to fewer digits: unit vectors round otherwise",
+    (
+        "*float*; *half; cov",
+        "jacobian*",
+    ): "a cast to a lower precision rounds unit vectors differently",
     ("native_group_norm", "vjp, outputs one by one"): "torch#183980",
-    ("cdist", "jvp; hvp*; hessian*"): "PyTorch has none: gradtools pushes a program of its own",
-    ("chalf", "checkpoint*; chunked*"): "torch.equal, which compares outputs, has no complex32",
-    ("linalg.lstsq", "checkpoint*"): "its digits differ from run to run, and outputs are compared",
+    (
+        "cdist",
+        "jvp; hvp*; hessian*",
+    ): "PyTorch has no forward mode here; gradtools differentiates its own program",
+    (
+        "chalf",
+        "checkpoint*; chunked*",
+    ): "torch.equal, which compares outputs, does not support complex32",
+    (
+        "linalg.lstsq",
+        "checkpoint*",
+    ): "the compared outputs differ in their last digits from run to run",
     ("logcumsumexp", "linearize; custom_rule*"): "of large numbers: NaN, or rounding",
-    ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad wants every cotangent",
-    ("as_strided_scatter; nn.RNN*; to_sparse", "jacobian*"): "PyTorch's vmap has no rule for it",
+    ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad requires every cotangent",
+    (
+        "as_strided_scatter; nn.RNN*; to_sparse",
+        "jacobian*",
+    ): "PyTorch has no batching rule for the operation",
     (
         "nn.Transformer*; *hardsigmoid*; cdist; *pdist; native_layer_norm; tensor_split; "
         "*eig*; nn.CTC*",
         "custom_rule*",
-    ): "torch.func.vjp, by which the rule is made, has no second derivative of it, or no values",
+    ): "torch.func.vjp, which the rule calls, has no second derivative here",
 }

@@ -61,15 +61,15 @@ def _complex(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
-    "a": lambda rng, shape: _away(rng, shape, 0.25, 1.6),  # of either sign
-    "p": lambda rng, shape: np.abs(_away(rng, shape, 0.3, 1.8)),  # positive
-    "u": lambda rng, shape: _away(rng, shape, 0.15, 0.8),  # between -1 and 1
-    "i": lambda rng, shape: np.abs(_away(rng, shape, 0.15, 0.8)),  # between 0 and 1
-    "g": lambda rng, shape: 1.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # greater than 1
-    "l": lambda rng, shape: 2.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # greater than 2
-    "b": _between,  # away from integers and from halves
-    "s": lambda rng, shape: _spd(rng, *shape),  # symmetric and positive definite
-    "e": _near_eye,  # well-conditioned, with simple eigenvalues
+    "a": lambda rng, shape: _away(rng, shape, 0.25, 1.6),  # Of either sign.
+    "p": lambda rng, shape: np.abs(_away(rng, shape, 0.3, 1.8)),  # Positive.
+    "u": lambda rng, shape: _away(rng, shape, 0.15, 0.8),  # Between -1 and 1.
+    "i": lambda rng, shape: np.abs(_away(rng, shape, 0.15, 0.8)),  # Between 0 and 1.
+    "g": lambda rng, shape: 1.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 1.
+    "l": lambda rng, shape: 2.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 2.
+    "b": _between,  # Away from integers and half-integers.
+    "s": lambda rng, shape: _spd(rng, *shape),  # Symmetric positive definite.
+    "e": _near_eye,  # Well-conditioned matrices with simple eigenvalues.
     "c": _complex,
     "r": lambda rng, _: np.array([2.3, -1.6, 3.1]),  # for remainders
     "d": lambda rng, _: np.array([0.9, 0.7, -1.2]),
@@ -545,7 +545,7 @@ for _name, *_rest in (
 # --- names without a derivative ----------------------------------------------------------
 
 _NOT_HERE = {
-    "compositions of what other cases have": {
+    "compositions of functions in other cases": {
         "lax": "approx_min_k batch_matmul broadcast_like broadcast_to_rank collapse conv "
         "conv_with_general_padding dce_sink dynamic_index_in_dim dynamic_slice_in_dim "
         "dynamic_update_index_in_dim dynamic_update_slice_in_dim full full_like "
@@ -557,7 +557,7 @@ _NOT_HERE = {
         "put_along_axis resize rollaxis spacing unstack unwrap vectorize vsplit",
         "numpy.linalg": "tensorinv tensorsolve",
     },
-    "integers, booleans and texts": {
+    "integers, booleans and strings": {
         "lax": "argmax argmin axis_index axis_size bitcast_convert_type bitwise_and bitwise_not "
         "bitwise_or bitwise_xor clz eq ge gt is_finite le lt mulhi ne population_count reduce_and "
         "reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical",
@@ -575,7 +575,7 @@ _NOT_HERE = {
         "numpy.linalg": "matrix_rank",
         "nn": "one_hot",
     },
-    "arrays are made, or read from elsewhere": {
+    "functions that create or load arrays": {
         "lax": "broadcasted_iota empty iota rng_bit_generator rng_uniform",
         "numpy": "arange bartlett blackman diag_indices diag_indices_from empty empty_like eye "
         "from_dlpack frombuffer fromfile fromiter fromstring hamming hanning identity indices ix_ "
@@ -584,7 +584,7 @@ _NOT_HERE = {
         "numpy.fft": "fftfreq rfftfreq",
         "scipy.special": "bernoulli",
     },
-    "the shape of the result hangs on the numbers": {
+    "the shape of the result depends on values": {
         "numpy": "intersect1d setdiff1d setxor1d union1d unique unique_all unique_counts "
         "unique_inverse unique_values trim_zeros",
     },
@@ -599,7 +599,7 @@ _NOT_HERE = {
     "between devices": {
         "lax": "pbroadcast pcast precv psend pvary ragged_all_to_all",
     },
-    "a derivative of another function, which has none itself": {
+    "derivatives of other functions, not differentiable themselves": {
         "lax": "igamma_grad_a random_gamma_grad",
     },
     "microscaling formats of accelerators": {"nn": "scaled_matmul"},

@@ -28,8 +28,8 @@ TABLES = {
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
 _FEW = 600  # number of input and output entries; larger samples are used only if no other exists
 _MANY = 20_000
-_LARGE = 1e3  # larger numbers leave too few digits for finite differences
-_LOOKED_AT = 24  # maximum number of samples of one operator
+_LARGE = 1e3  # Larger numbers leave too few digits for finite differences.
+_LOOKED_AT = 24  # Maximum number of samples of one operator.
 _SEED = 20
 
 
@@ -176,7 +176,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
     op = entry.info
     claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     if not claimed or dtype not in op.dtypes:
-        raise _Nothing("the table has no derivative of it, or none in this dtype")
+        raise _Nothing("the table declares no derivative in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
@@ -268,7 +268,7 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
 
     info = entry.info
     if dtype not in info.dtypes:
-        raise _Nothing("the table does not have it in this dtype")
+        raise _Nothing("the table has no sample in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):

@@ -89,7 +89,8 @@ def test_the_rows_of_a_batch_are_compared_one_by_one(gt):
         for mode in ("forward", "reverse"):
             gt.jacobian(lambda x: x**3, mode=mode)(x)
         gt.per_example_grad(lambda w, x: (w * x**2).sum())(x, gt.asarray(X))
-    assert report.compared == 3 + 1 + 4  # three tangents, one pullback, four examples
+    # three tangents, one pullback and four examples were compared
+    assert report.compared == 3 + 1 + 4
     assert not report.skipped
 
 

@@ -43,7 +43,7 @@ HEALTHY = {  # the program and its arguments
         {"x": X, "y": np.float64(2)},
         np.int64(3),
     ),
-    "the end of a domain": (lambda gt, x: gt.xp.log(x).sum(), np.array([1e-9, 1.0, 100.0])),
+    "the boundary of a domain": (lambda gt, x: gt.xp.log(x).sum(), np.array([1e-9, 1.0, 100.0])),
     "complex, not holomorphic": (
         lambda gt, z: (z * z * gt.xp.conj(z)).sum() + gt.xp.abs(z).sum(),
         X + 1j * Y,
@@ -52,10 +52,10 @@ HEALTHY = {  # the program and its arguments
     "tiny numbers": (lambda gt, x: (x**3).sum(), 1e-9 * X),
     "huge numbers": (lambda gt, x: (x**3).sum(), 1e9 * X),
     "an unused argument": (lambda gt, x, y: x**2 + 0, X, Y),
-    "zero but for rounding": (centred, X),
+    "zero up to rounding": (centred, X),
     "kinks of many outputs": (lambda gt, x: gt.xp.clip(x, -1, 1), np.array([1.0, -1.0, 0.5, 3.0])),
     "a kink of the gradient": (lambda gt, x: gt.xp.abs(x) * x, np.array([0.0, 1.0, 0.0])),
-    "a kink beside a large constant": (
+    "a kink plus a large constant": (
         lambda gt, x: 1e3 + 1e-6 * gt.xp.abs(x).sum(),
         np.array([0.0, 1.0, -2.0]),
     ),
@@ -178,7 +178,7 @@ WRONG = {
         "the derivative is not finite",
         "output by argument 0",
     ),
-    "beside the edge of a domain": Wrong(
+    "next to the edge of a domain": Wrong(
         lambda gt: lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0),
         (np.array([0.0, 1.0, 4.0]),),
         FORWARD,
@@ -240,13 +240,13 @@ def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_
 HILBERT = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
 UNDECIDED = {
     "the edge of a domain": (lambda gt, x: gt.xp.sqrt(x), np.array([0.0, 1.0])),
-    "a slope that drowns in rounding": (lambda gt, x: x.sum() + 1e17, np.ones(2)),
-    "another function in smaller steps": (
+    "a slope below the rounding error": (lambda gt, x: x.sum() + 1e17, np.ones(2)),
+    "a different function at smaller steps": (
         lambda gt, a, b: gt.xp.linalg.solve(a, b[:, None]),
         HILBERT,
         X.ravel()[:6],
     ),
-    "a stop that drowns in rounding": (
+    "a stopped term below the rounding error": (
         lambda gt, x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum(),
         SINGLE[0],
     ),
@@ -257,7 +257,7 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_finite_differences_cannot_decide_is_said(gt, name):
     f, *args = UNDECIDED[name]
-    seed = 2 if "stop" in name else 0  # a seed whose direction does not reveal the wrong derivative
+    seed = 2 if "stop" in name else 0  # the directions of seed 0 would reveal the stopped gradient
     report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1, seed=seed)
     undecided = [x for x in report.left_out if "finite differences cannot decide" in x]
     assert report and undecided

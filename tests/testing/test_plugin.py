@@ -105,7 +105,7 @@ def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester,
     )
     found = pytester.runpytest_subprocess(*LOADED)
     found.assert_outcomes(passed=1)
-    # the header lists the plugins
+    # the header of pytest lists the plugins
     after_the_header = found.stdout.str().split("collected 1 item")[1]
     assert "gradtools" not in after_the_header.replace("_gradtools", "")
 

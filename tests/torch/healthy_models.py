@@ -91,7 +91,7 @@ for _place in ("attribute", "buffer", "list", "dict"):
 
         def _make(place=_place, detaches=_detaches):
             model = Stateful(place, detaches)
-            model(X)  # a previous training step
+            model(X)  # a previous forward pass
             return model
 
         classifier(f"a state in a {_place}{', detached' * _detaches}", _make)

@@ -363,9 +363,9 @@ class Scheduled(nn.Module):
         return self.net(gt.reverse_gradient(x, 0.1 * self.step))
 
 
-of_net("a reversal that is scheduled by a buffer", Scheduled, TRAINED)
+of_net("a reversal with a scale from a buffer", Scheduled, TRAINED)
 of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
-of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
+of_net("an uninitialized lazy layer", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
 @program("a full backward hook counts", TRAINED)
@@ -388,7 +388,7 @@ def _seeded(x: Any) -> Any:
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),
-    "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
+    "random.gauss with a cached second number": lambda x: x * random.gauss(0, 1),
     "NumPy's own stream": lambda x: x * float(_draw_numpy()),
     "torch.manual_seed inside of f": _seeded,
 }
@@ -413,8 +413,8 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         EITHER,
     ),
     "a state_dict is loaded": (_double, (_norm,), EITHER),
-    "the module is put to evaluation": (lambda net: net.eval(), (_norm, nn.Dropout), EITHER),
-    "running statistics are moved": (
+    "the module is switched to eval mode": (lambda net: net.eval(), (_norm, nn.Dropout), EITHER),
+    "running statistics are updated": (
         lambda net: [b.data.add_(1) for b in net.buffers()],
         (_norm,),
         RIGHT,
@@ -536,10 +536,10 @@ def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World
     return make
 
 
-program("the third chunk alone differs when it is computed again", TRAINED, EITHER)(
+program("only the third chunk differs in the recomputation", TRAINED, EITHER)(
     _by_turns(lambda ws, turn: ws[0] * turn, 1, 1, 2, 1)
 )
-program("a chunk computed again has the same values and a weight less", TRAINED, EITHER)(
+program("a recomputed chunk has the same values but no path to a weight", TRAINED, EITHER)(
     _by_turns(lambda ws, turn: ws[0] if turn else ws[0].detach(), 1, 1, 1, 0)
 )
 
@@ -565,4 +565,4 @@ class Codebook(nn.Module):
         return quantized * self.counts[which].clone()[:, None]
 
 
-of_net("a codebook whose dead codes are drawn anew", Codebook, tracked=False)
+of_net("a codebook that resamples unused codes", Codebook, tracked=False)

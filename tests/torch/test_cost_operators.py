@@ -20,7 +20,7 @@ from tests.support.costs import cost
 
 CASES = cost_torch.cases(64, 64)
 MORE = {
-    # G runs once more, and no graph is kept for a use.
+    # `frozen` runs G once more and keeps no graph of a use.
     "frozen": (1.19, 1.75),
     "hvp, forward over reverse": (1.01, 1.26),
     # The outputs exist next to the chunks from which they are concatenated, with a copy of the

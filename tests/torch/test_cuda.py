@@ -30,7 +30,7 @@ SLOW = ("two processes",)
 )
 def test_what_a_gpu_shows_holds_there_and_on_a_cpu_that_can_run_it(device, name):
     if device.type == "cpu" and not SCENARIOS[name].anywhere:
-        pytest.skip("it is of CUDA alone")
+        pytest.skip("the scenario needs CUDA")
     try:
         SCENARIOS[name].run(device)
     except Absent as absent:

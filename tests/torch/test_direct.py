@@ -179,7 +179,7 @@ def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_orde
     for _ in range(2):
         f(x).sum().backward()
     drawing = True
-    f(other).sum().backward()  # a call with another shape
+    f(other).sum().backward()  # call f with another shape
     y = f(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     second = [torch.autograd.grad(slope.sum(), x, retain_graph=True)[0] for _ in range(2)]

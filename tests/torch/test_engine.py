@@ -244,8 +244,8 @@ POINT = {
 }
 MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
 ALONG = {
-    "a capture of G that is y": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
-    "a capture of G that a keyword names": lambda v: (
+    "y captured by G": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
+    "an array captured by G as a keyword": lambda v: (
         (lambda w: lambda z: torch.nn.functional.linear(z**2, weight=w).tanh())(torch.outer(v, v)),
         "y",
         "z",
@@ -253,7 +253,7 @@ ALONG = {
     ),
     "z": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", v, "u"),
     "u": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", "z", v),
-    "z and u that are computed from y": lambda v: (
+    "z and u computed from y": lambda v: (
         (lambda z: torch.tanh(z**2 @ MIX * v)),
         v,
         v * 2,

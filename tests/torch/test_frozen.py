@@ -381,7 +381,7 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     result = total(gt.frozen(G))
     before = next(calls)
     result.backward()
-    # one more evaluation, in forward mode or by double backward
+    # the backward pass evaluates G once more, in forward mode or by double backward
     assert next(calls) - before - 1 == 1
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])

@@ -18,14 +18,14 @@ from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
-OF_THE_HOST = {"asarray", "random_key", "split_key"}  # these functions take no arrays of a device
-WAITS = {  # host synchronizations of a call after the first
-    "asarray": 1,  # from the conversion of `to_numpy`'s result
+OF_THE_HOST = {"asarray", "random_key", "split_key"}  # Functions without array arguments.
+WAITS = {  # Host synchronizations of a call after the first.
+    "asarray": 1,  # The use converts an array with `to_numpy`.
     "to_numpy": 1,
     "host_function: kernel": 3,  # the kernel's operands and the operands of its pullback
     "host_function: bwd": 3,
-    "chunked: compared at each pass": 2,  # one for each chunk
-    # These operators read numbers.
+    "chunked: compared at each pass": 2,  # One synchronization per chunk.
+    # These operators read numbers on the host.
     "implicit_solution: F": 4,
     "implicit_solution: solve": 4,
     "why_zero": 25,
@@ -84,12 +84,12 @@ def test_more_chunks_are_no_more_waits(found):
 
 def test_the_sweep_finds_what_is_planted(found):
     told = {name: found[name] for name in other_device.FAULTS}
-    assert "same device" in told["an array of the CPU"]["error"]
+    assert "same device" in told["an array on the CPU"]["error"]
     assert "numpy" in told["NumPy's array"]["error"]
-    assert "generator" in told["a generator of the CPU"]["error"]
+    assert "generator" in told["a generator on the CPU"]["error"]
     assert "Unknown device type" in told["a device that JAX does not see"]["error"]
-    assert told["a number that is read"]["again"] == 1
+    assert told["a number read by the host"]["again"] == 1
     assert told["a result on the CPU"]["devices"] == ["cpu"]
-    assert told["a random stream that moves"]["drew"]
+    assert told["a random state that changes"]["drew"]
     assert not told["another result"]["agrees"]
-    assert told["a stream that is left out"]["strays"] == 1
+    assert told["an ignored stream"]["strays"] == 1

@@ -40,7 +40,8 @@ def test_91469_there_is_no_compiled_double_backward():
     loss = lambda x: cube(x).sum()
     second = lambda f: gt.grad(lambda x: gt.grad(f)(x).sum())
     run = compiled(loss)
-    alias = x.view_as(x)  # PyTorch raises no error for a tensor that is not a leaf
+    # PyTorch raises no error if `alias`, which is not a leaf, is differentiated
+    alias = x.view_as(x)
     (g,) = torch.autograd.grad(run(alias), alias, create_graph=True)
     assert torch.autograd.grad(g.sum(), x, allow_unused=True) == (None,)
     with pytest.raises(GradtoolsError, match="no compiled double backward"):

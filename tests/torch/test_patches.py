@@ -32,7 +32,7 @@ def test_blocks_of_threads_that_end_crosswise_leave_the_class_as_it_was(patch, h
     for thread in other(there.__enter__):
         thread.start(), thread.join()
     here.__exit__(None, None, None)
-    assert vars(holder).get(name) is not before  # the block of the other thread is still active
+    assert vars(holder).get(name) is not before  # the other thread's patch is still active
     for thread in other(lambda: there.__exit__(None, None, None)):
         thread.start(), thread.join()
     assert vars(holder).get(name) is before

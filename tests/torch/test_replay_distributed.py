@@ -61,7 +61,8 @@ class Critic(nn.Module):
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
-        self.G = [encode(net.requires_grad_(False))]  # not sharded
+        # the list hides G from FSDP, so G is not sharded
+        self.G = [encode(net.requires_grad_(False))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         slopes = []

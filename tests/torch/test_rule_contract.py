@@ -155,8 +155,8 @@ PAIRS = {
 
 
 class Program(NamedTuple):
-    name: str  # name of the pair in PAIRS
-    run: object  # run(f) returns a pytree of tensors and numbers, or raises
+    name: str  # The name of the pair in PAIRS.
+    run: object  # run(f) returns a pytree or raises.
 
 
 def grads(f, *xs, **told):
@@ -278,8 +278,8 @@ EXCEPTIONS = {
 }
 FORWARD_EXCEPTIONS = {
     "hooks": "the output's node hands the cotangent on to the graph of the tangent",
-    "a saved tensor written in place": "3 x^2 was computed when it was written",
-    "complex": "the Function takes a product's cotangent without the conjugate",
+    "a saved tensor written in place": "the forward rule computes 3 x^2 before the in-place write",
+    "complex": "the Function omits the conjugate in a product's cotangent",
 }
 
 
@@ -300,7 +300,7 @@ def test_a_rule_does_what_a_function_does(name, given):
     expected = outcome(program, native)
     if given == "forward":
         if program.name not in FORWARD or name in FORWARD_EXCEPTIONS:
-            pytest.skip(FORWARD_EXCEPTIONS.get(name, "there is no forward rule of it"))
+            pytest.skip(FORWARD_EXCEPTIONS.get(name, "the program has no forward rule"))
         ours = FORWARD[program.name]
     for _ in range(3):  # the first call, and calls that use what earlier calls cached
         found = outcome(program, ours)

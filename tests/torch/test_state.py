@@ -30,14 +30,14 @@ CHANGES = {
     "a buffer": lambda m: m.b.add_(1),
     "a buffer, uncounted": lambda m: m.b.data.add_(1),
     "running statistics": lambda m: m.inner(torch.randn(3, 2)),
-    "a buffer that is gone": no_buffer,
+    "a deleted buffer": no_buffer,
     "a new buffer": lambda m: m.register_buffer("c", torch.ones(1)),
     "a generator": lambda m: torch.rand(1, generator=m.generator),
     "the random stream": lambda m: torch.rand(1),
     "python's random stream": lambda m: random.random(),
     "NumPy's random stream": lambda m: np.random.rand(),  # noqa: NPY002
-    "the second number of a pair of Python's": lambda m: random.gauss(0, 1),
-    "the second number of a pair of NumPy's": lambda m: np.random.randn(),  # noqa: NPY002
+    "the cached second number of random.gauss": lambda m: random.gauss(0, 1),
+    "the cached second number of np.random.randn": lambda m: np.random.randn(),  # noqa: NPY002
 }
 
 

@@ -83,7 +83,7 @@ def test_a_rule_whose_jvp_is_that_of_layer_norm_has_a_gradient(made):
     torch.testing.assert_close(gt.grad(loss(rule))(X), want)
     torch.testing.assert_close(torch.func.grad(loss(rule))(X), want)
     torch.testing.assert_close(gt.jvp(rule, (X,), (T,))[1], gt.jvp(plain, (X,), (T,))[1])
-    # derivatives of the tangent, which are wrong in PyTorch
+    # derivatives of the tangent are wrong in plain PyTorch
     for second in (gt.grad, torch.func.grad):
         twice = lambda f, grad=second: grad(lambda x: grad(loss(f))(x).square().sum())(X)
         torch.testing.assert_close(twice(rule), twice(plain))

@@ -18,7 +18,7 @@ def _x() -> Tensor:
     return torch.tensor([1.0, 2.0], requires_grad=True)
 
 
-backwards: list = []  # values that the backward of Double has seen
+backwards: list = []  # nodes recorded in the backward of Double
 
 
 class Double(torch.autograd.Function):
@@ -109,7 +109,8 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
     level = upstream.enter_forward_level()
     try:
         assert level == upstream.forward_level() == 0
-        assert upstream.enter_forward_level() is None  # a level exists already
+        # None means that None means that a level exists already
+        assert upstream.enter_forward_level() is None
         x = upstream.make_dual(torch.ones(2), torch.full((2,), 3.0), level=0)
         assert upstream.unpack_dual(x * 2, level=0)[1].tolist() == [6.0, 6.0]
         with upstream.forward_mode_enabled(False):
@@ -166,7 +167,7 @@ def test_nodes_are_counted_and_say_their_functions():
     thread = Thread(target=lambda: found.append(upstream.nodes_made()))
     thread.start()
     thread.join()
-    assert found[0] < upstream.nodes_made()  # the count is per thread
+    assert found[0] < upstream.nodes_made()  # each thread counts its own nodes
 
 
 def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
@@ -190,7 +191,8 @@ def test_what_modes_see_and_how_they_are_counted():
         with seeing.DisableTorchFunction():
             torch.ones(1) + 1
             torch.exp(_x())
-            with upstream.EnableTorchFunction():  # as in the backward of a subclass
+            # the backward pass of a tensor subclass does the same
+            with upstream.EnableTorchFunction():
                 torch.sin(_x())
     assert upstream.set_grad_enabled in watch.seen
     assert torch.sin in watch.seen and torch.exp not in watch.seen

@@ -54,7 +54,7 @@ KINDS = {
     "a multilayer perceptron": mlp,
     "state that changes": lambda: Noisy().double(),
     "partly frozen": partly_frozen,
-    "blocks that are computed again": in_blocks,
+    "recomputed blocks": in_blocks,
 }
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -87,7 +87,7 @@ def test_forward_mode_leaves_the_buffers_of_one_plain_call():
     assert ours.calls == theirs.calls == 1
 
 
-@pytest.mark.slow_at("blocks that are computed again")
+@pytest.mark.slow_at("recomputed blocks")
 @kinds
 def test_microbatches_and_examples_are_a_loop(make):
     net = make().eval()
@@ -364,7 +364,7 @@ def test_a_parameter_that_f_reads_by_another_reference_is_differentiated(derivat
 
 
 @pytest.mark.parametrize("seed", range(4))
-# the warning about attention under vmap
+# PyTorch warns about attention under vmap
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
     torch.manual_seed(seed)

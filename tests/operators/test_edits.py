@@ -602,7 +602,7 @@ def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
     x = gt.asarray(np.array([1.0, 2.0, 3.0]))
 
     def gradient(k):
-        scaled = k * 1  # in PyTorch `scaled` is in PyTorch `scaled` is not a leaf tensor
+        scaled = k * 1  # in PyTorch `scaled` is not a leaf tensor
         if tree:
             edit = lambda x: gt.transform_gradient({"a": x}, lambda g: {"a": g["a"] * scaled})["a"]
         else:

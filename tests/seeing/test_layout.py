@@ -286,7 +286,7 @@ def test_of_a_large_graph_the_page_draws_what_is_in_view():
     # the page draws all boxes, but no text
     assert count > 400 and far.count('class="card"') == count
     assert "<text" not in far and "<title" not in far
-    assert far.count("<") < 6 * count  # the page draws the page draws only the card of each box
+    assert far.count("<") < 6 * count  # the page draws only the card of each box
     press = lambda name, times: reader.script.eval(
         f'for (let i = 0; i < {times}; i++) document.getElementById("{name}").listeners.click();'
     )

@@ -375,7 +375,7 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
         return [leaf for key in sorted(tree) for leaf in leaves(gt, tree[key])]
     if isinstance(tree, tuple | list):
         return [leaf for item in tree for leaf in leaves(gt, item)]
-    if hasattr(tree, "a"):  # `a` is `a` is the only parameter of the equinox module
+    if hasattr(tree, "a"):  # `a` is the only parameter of the equinox module
         return leaves(gt, tree.a)
     plain = isinstance(tree, str | bool | int) or type(tree).__name__ == "ArraySpec"
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]

@@ -60,7 +60,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         if a.dtype.kind in "US":
             assert a.tolist() == b.tolist()
         else:
-            # other strides select other kernels, which round differently, which round differently
+            # other strides select other kernels, which round differently
             np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)
 
 

@@ -154,7 +154,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def what_stays_is_not_collected_again() -> None:
     """Freeze all objects in caches before a module, because JAX's caches hold millions of objects.
 
-    A test that counts or collects objects sees only newer objects. Compiled code is dropped,
+    A test that counts or collects objects considers only newer objects. Compiled code is dropped,
     because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is replaced,
     because it takes half a second and `measure` only needs to know that it is nonzero.
     """

@@ -180,7 +180,7 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 
 def _same(c: Case, p: Plain) -> Pairs:
-    """Operators that do not change numbers, up to second order."""
+    """Operators that keep the values and derivatives of f unchanged, up to second order."""
     if c.backend == "jax" and c.program.name in UNMAPPED:
         return
     wraps = {

@@ -1,4 +1,4 @@
-"""The list of mutants matches the package; `make mutants` runs them, which takes long."""
+"""The list of mutants matches the package; `make mutants` runs the tests on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The internal rule with one or both maps, for two inputs and two outputs.
+"""Internal rules with a tangent map, a cotangent map or both, for two inputs and two outputs.
 
 The support matrix tests its numbers in every transform and at every order.
 """

@@ -13,7 +13,7 @@ from gradtools import GradtoolsError
 
 
 def solver(gt):
-    """A rule that takes a function and has its derivative with respect to x."""
+    """A rule with a static argument f; the derivative with respect to x is f's derivative."""
     rule = gt.custom_rule(lambda f, x: f(x), static_argnames="f")
     rule.defvjp(lambda f, x: (f(x), x), lambda f, x, c: (gt.vjp(f, x)[1](c)[0],))
     return rule

@@ -1,7 +1,7 @@
 """Mutation tests: change one line in a copy of the package and run the quick tests.
 
     make mutants                                  # all of mutants.toml
-    python -m tests.support.mutants torch/rules   # those whose files' names hold one of the words
+    python -m tests.support.mutants torch/rules   # only files with one of the words in their names
 
 A surviving mutant shows a line that no quick test covers or that has no effect. The test files that
 mutants.toml lists run first, up to the first failure; if they pass, the whole quick tier runs. The

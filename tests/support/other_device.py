@@ -3,7 +3,7 @@
 `native/other_device.cpp` implements the device. It becomes `torch.accelerator` of the process that
 starts it, so the sweep runs as a program in its own process:
 
-    python -m tests.support.other_device        # prints what each use does, as JSON
+    python -m tests.support.other_device        # prints a report of each use as JSON
 
 For each use it reports the error, the number of host synchronizations, the device of the result,
 whether its numbers equal the CPU's, whether it changed the device's random state, and how many

@@ -7,8 +7,8 @@ block ends::
     ```python title="raises: does not reach the output"   an error with this text
     ```python title="warns: no deterministic"             a warning with this text
     ```python title="not run: needs two processes"        the reason why no test runs it
-    ```python title="with: KERAS_BACKEND=torch"           in a process of its own, so set up
-    ```python title="pytest: test_port.py"                a file of that name, run by pytest
+    ```python title="with: KERAS_BACKEND=torch"           in a subprocess with this environment
+    ```python title="pytest: test_port.py"                a file of that name that pytest runs
 
 A block must print the text that the page shows after "Output:" or "Output with PyTorch:". A block
 that imports a package of the extra ``integration`` runs with the integration tests.

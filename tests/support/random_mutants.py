@@ -1,7 +1,7 @@
 """Random mutation tests of the files that the core operators import.
 
     python -m tests.support.random_mutants --count 300 --seed 1           # survivors are listed
-    python -m tests.support.random_mutants --count 20 --own edits chunks  # files with these words
+    python -m tests.support.random_mutants --count 20 --own edits chunks  # files by parts of names
 
 The changes are those of mutation tools (cosmic-ray, mutmut): a comparison is inverted, + becomes -,
 a number changes, a `not` is dropped, `and` becomes `or`, a statement is deleted, or a function

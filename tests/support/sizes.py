@@ -1,7 +1,7 @@
 """Report the size of the code base: lines, imported files and long functions.
 
     python -m tests.support.sizes            # this tree
-    python -m tests.support.sizes REVISION   # beside it, the same of a revision
+    python -m tests.support.sizes REVISION   # compares the tree with a revision
 
 The closure of `MISSION` contains the package's files that a fresh process imports when it uses
 every operator in `MISSION` in either framework.

@@ -1,14 +1,14 @@
 """Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
-A test is quick unless a mark says otherwise, on a file (``pytestmark``), a function, or
+A test is quick unless a mark on its file (``pytestmark``) or function says otherwise:
 
-    @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # these values of its axes, alone or met
-    @pytest.mark.sweep_at("third order")                   # likewise, but not in `make test-all`
-    @pytest.mark.quick_at("sin")                           # all others are slow
-    @pytest.mark.whole_at("sin", "cos")                    # all others are a sweep
-    @pytest.mark.sampled(4, 12)                            # so many cases are quick; so many run
-    @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # of each backend
-    @pytest.mark.sampled(slow=12)                          # of those that are not quick so many run
+    @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # one value, or all values of a tuple
+    @pytest.mark.sweep_at("third order")                   # these cases run only in the sweep
+    @pytest.mark.quick_at("sin")                           # all other cases are slow
+    @pytest.mark.whole_at("sin", "cos")                    # all other cases are a sweep
+    @pytest.mark.sampled(4, 12)                            # 4 cases are quick and 12 cases run
+    @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # the same numbers for each backend
+    @pytest.mark.sampled(slow=12)                          # 12 of the cases that are not quick run
 
 A value is a part of the test's id between hyphens, so cases need explicit ids. A sample is a
 covering array instead of the full product of the axes: it greedily adds the case with the most

@@ -1,6 +1,6 @@
 """Chunked functions and `all_gather` in several processes, compared with one process.
 
-Each number of processes is started only once. Every check runs in all of these processes, and the
+Each group of processes is started only once. Every check runs in all of these processes, and the
 test compares their results. A process that hangs is terminated and fails the test.
 """
 

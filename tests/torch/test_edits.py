@@ -104,7 +104,7 @@ def test_an_edit_without_gradients_gives_no_leaf_that_requires_them(name, mode):
 
 
 def test_a_checkpoint_computes_an_edit_again_where_another_mode_looks_on():
-    """The checkpoint counts saved tensors; an edit saves none as a Function or as a rule."""
+    """The checkpoint counts saved tensors, so an edit must save none in either implementation."""
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     f = lambda x: gt.reverse_gradient(x.sin(), 2.0) ** 2
     with torch.device("cpu"):

@@ -1,7 +1,7 @@
 """The bytes that a gradient graph reports as saved for backward equal the frameworks' own numbers.
 
-For PyTorch the numbers are the distinct storages seen by `saved_tensors_hooks`. For JAX they are
-the distinct outputs of the compiled forward half of `jax.vjp` that are not inputs.
+For PyTorch the numbers are the distinct storages seen by `saved_tensors_hooks`. For JAX the
+numbers are the distinct outputs of the compiled forward half of `jax.vjp` that are not inputs.
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """The pictures of docs/gallery.md: graphs of PyTorch and JAX programs, each with a short text.
 
-`python -m tests.support.gallery` writes the page and its pictures. A test compares them with the
-stored files, evaluates each graph operation by operation and compares the results with PyTorch's
-own derivatives.
+`python -m tests.support.gallery` writes the page and its pictures. Tests compare these files and
+compare each graph, evaluated operation by operation, with PyTorch's own derivatives.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays_is_not_collected_again() -> None:
-    """Freeze all objects in caches before a module, because JAX's caches hold millions of objects.
+    """Freeze cached objects before each module; JAX's caches contain millions of objects.
 
     A test that counts or collects objects considers only newer objects. Compiled code is dropped,
     because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is replaced,

@@ -1,6 +1,6 @@
 """Every operator raises an error for an array of the other framework, in both directions.
 
-A framework treats such an array as a constant, so a gradient edit of it would silently do nothing.
+A framework treats an array of the other framework as a constant, so an edit would do nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""match_parameters pairs the parameters of torch.nn models with those of flax and equinox ports."""
+"""match_parameters pairs parameters of torch.nn models and of their flax and equinox ports."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ PLAIN_WAYS = (
     "matrix, defvjp",
     "host: double backward",
 )
-# Slow transforms whose derivatives other transforms compute for every rule; JAX runs them for
+# Slow transforms; other transforms test their derivatives for every rule. JAX runs them for
 # PLAIN_WAYS only.
 THINNED = (
     "check_grads, order 3",

@@ -346,7 +346,7 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
-    """Neither the stop_gradient around solve nor those in it repeat values of the first run."""
+    """The stop_gradient calls around and inside of solve do not repeat values of the first run."""
     from gradtools.testing import checked
 
     def solve(w, x):

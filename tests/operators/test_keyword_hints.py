@@ -32,7 +32,7 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
 
 
 def test_keywords_of_f_itself_are_not_looked_at(gt):
-    """f may have parameters with such names, for example holomorphic."""
+    """f itself may have a parameter with the name of such a keyword, for example holomorphic."""
     f = lambda x, holomorphic, policy=1: holomorphic * policy * x**2
     x = gt.asarray(np.float32(3.0))
     assert float(gt.grad(f)(x, holomorphic=2.0)) == 12

@@ -1,4 +1,4 @@
-"""Counts the bytes of live storages that operations create, with a dispatch mode."""
+"""Count the bytes of live storages that operations create, with a dispatch mode."""
 
 from __future__ import annotations
 

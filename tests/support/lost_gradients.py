@@ -239,6 +239,6 @@ class Planted:
 
 
 def kinds_by_leaf(report: Any) -> dict[str, str]:
-    """Return the kind of each leaf whose whole gradient is lost, without other models' leaves."""
+    """Return the kind of each leaf with a completely lost gradient, except other models' leaves."""
     whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
     return {f.argument: f.kind for f in whole}

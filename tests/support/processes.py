@@ -27,7 +27,7 @@ _groups: list[Any] = []
 
 
 def keep_process_groups() -> None:
-    """Keeps every default process group alive until the process ends.
+    """Keep every default process group alive until the process ends.
 
     The destructor of a Gloo group joins the group's threads while it holds the GIL, and a thread
     may wait for the GIL to free the tensors of the last collective (pytorch/pytorch#56297). One of

@@ -16,7 +16,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 class Builder:
-    """Builds a graph, node by node."""
+    """Build a graph node by node."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []

@@ -32,7 +32,7 @@ NAMESPACES: dict[str, ModuleType] = {
     "nn": nn,
 }
 WRITTEN_FOR = (0, 10, 2)
-"""The version of JAX whose names the table knows."""
+"""The version of JAX for which the table of names is complete."""
 
 
 def _away(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:

@@ -35,7 +35,7 @@ def test_every_public_operator_has_a_case():
     assert without_case(gt, CASES) == set()
 
 
-# The memory that forward mode allocates in this case depends on what ran before in the process.
+# The memory of forward mode in this case depends on earlier runs in the process.
 IN_A_PROCESS_OF_ITS_OWN = "hvp, forward over reverse"
 _MEASURED = """
 import gradtools.torch as gt

@@ -79,7 +79,7 @@ def test_a_users_function_is_one_link_for_who_records_it(bound):
 
 
 def test_why_zero_follows_a_function_that_no_patch_sees(monkeypatch):
-    """Simulates PyTorch 2.14, in which a bound `apply` is a C function."""
+    """Simulate PyTorch 2.14, in which a bound `apply` is a C function."""
     unseen = lambda around: nullcontext()
     monkeypatch.setattr(recorder, "functions_applied", unseen)
     for f in (lambda x: Through.apply(x).sum(), lambda x: Through.apply(x * 2).exp().sum()):

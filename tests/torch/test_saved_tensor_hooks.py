@@ -52,7 +52,7 @@ def outcome(f: Function) -> Any:
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "through NumPy", "torch's checkpoint"])
 @pytest.mark.parametrize("chain", [("jvp", "grad"), ("jvp", "jvp"), ("linearize", "grad")])
 def test_derivatives_inside_of_hooks_on_saved_tensors(chain, hooks):
-    """The hooks get what the derivative saves, and a checkpoint recomputes the derivative."""
+    """The hooks process the derivative's saved tensors; a checkpoint recomputes the derivative."""
     f = chained(chain, cubic)
 
     def hooked(x: torch.Tensor) -> torch.Tensor:

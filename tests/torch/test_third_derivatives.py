@@ -37,7 +37,7 @@ def norms(request):
 
 
 def test_maml_with_several_inner_steps_is_right_to_any_order(norms):
-    """Each inner step adds one more order of differentiation to the outer gradient."""
+    """Each inner gradient step adds one order of differentiation to the outer gradient."""
 
     def after(norm):
         def loss(x):

@@ -1,1 +1,1 @@
-"""Laid out as the package is; what several tests use stands in support/."""
+"""Tests in the folders of the package; helpers that several tests share are in support/."""

@@ -1,10 +1,9 @@
-"""What every test shares: the backends, one device, double precision, a quick compiler.
+"""Shared fixtures and options: backends, devices, double precision and fast compilation.
 
-Most of the time of JAX's tests was spent in XLA's code generator, which none of them is about.
-So what is run is compiled without optimisation, five times as quickly. What is looked into, that
-is, compiled by hand as in ``jax.jit(f).lower(x).compile()``, is compiled as a user would: flops,
-bytes and the text of a program are counted with XLA's own defaults.
-GRADTOOLS_TEST_OPTIMIZED=1 leaves everything as it is.
+XLA's code generator would take most of the time of the JAX tests, so programs that run are compiled
+without optimization, which is five times as fast. Programs compiled ahead of time, as in
+``jax.jit(f).lower(x).compile()``, use XLA's own defaults, because tests count their flops and bytes
+and read their text. GRADTOOLS_TEST_OPTIMIZED=1 keeps XLA's defaults everywhere.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from tests.support.devices import placed
 
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
-TIMES: dict[str, float] = {}  # seconds, of each test
-LEFT: dict[str, Any] = {}  # the state of the process after the last test
+TIMES: dict[str, float] = {}  # Seconds of each test.
+LEFT: dict[str, Any] = {}  # State of the process after the last test.
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Registers the package's own plugin, which an installed package registers by itself."""
+    """Register the package's pytest plugin if it is not installed as an entry point."""
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
     parser.addoption("--times", help="a file for the seconds that each test takes")
@@ -44,15 +43,16 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that a mark on their function names are slow, or a sweep."""
+    """Mark cases as slow or as a sweep by the marks on their test functions."""
     tiers.mark_tiers(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A quick test that takes too long fails, where GRADTOOLS_TEST_SECONDS says how long that is.
+    """Fail a quick test that takes longer than GRADTOOLS_TEST_SECONDS.
 
-    What imports modules is let off: the first test that needs the compiler loads it for all.
+    Tests that import many modules are exempt, because the first test that needs a compiler loads it
+    for all later tests.
     """
     limit = os.environ.get("GRADTOOLS_TEST_SECONDS")
     before, modules = sum(os.times()[:4]), len(sys.modules)
@@ -67,9 +67,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Each phase's processor time, also of the processes that it waited for.
+    """Record the processor time of each phase, including subprocesses that have ended.
 
-    It is the same beside other work, which seconds by the clock are not.
+    Unlike elapsed time, processor time does not depend on other load.
     """
     report = yield
     now = sum(os.times()[:4])
@@ -79,7 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds = getattr(report, "processor_time", 0.0)  # a process that died tells none
+    seconds = getattr(report, "processor_time", 0.0)  # a crashed process reports no time
     TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + seconds
 
 
@@ -91,8 +91,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A twentieth of the time went into looking for garbage, of which there is little: what needs
-    # a collection asks for one.
+    # Garbage collection took a twentieth of the time and finds little; tests that need a collection
+    # call gc.collect.
     gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:
@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         keep_compiled(config.rootpath / ".pytest_cache" / "jax")
         import jax.experimental
-        import jax.export  # which older versions do not import by themselves
+        import jax.export  # older versions of JAX do not import it by themselves
 
         compile_quickly()
         if not hasattr(jax, "enable_x64"):  # JAX 0.7
@@ -117,7 +117,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torchvision_anywhere.install()
         keep_process_groups()
         torch.set_num_threads(1)
-    inside = ExitStack()  # from here on: what modules make while they are collected is placed, too
+    # from here on, arrays that modules make at collection are placed on the device, too
+    inside = ExitStack()
     for backend in wanted:
         inside.enter_context(placed(backend, config.getoption("--gradtools-device")))
     config.add_cleanup(inside.close)
@@ -135,9 +136,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What stands in torch/ or jax/ needs that backend, as do files named so; both/ needs both.
+    """Skip files whose backend is not wanted: torch/ and jax/ need one, both/ needs both.
 
-    Tests with other packages are collected where they are asked for: by mark, or by file.
+    Tests of integrations with other packages are collected only if selected by mark or by file.
     """
     if collection_path.suffix != ".py":
         return None
@@ -151,11 +152,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays_is_not_collected_again() -> None:
-    """What caches hold by now is out of the garbage collector's way: JAX's are millions of objects.
+    """Freeze cached objects before each module; JAX's caches contain millions of objects.
 
-    A test that counts objects, or asks for a collection, sees what has been made since. Compiled
-    code is let go of: dynamo compiles one piece of code, say a function of ours, but eight times.
-    To count what is frozen, as `measure` does to learn whether anything is, takes half a second.
+    A test that counts or collects objects considers only newer objects. Compiled code is dropped,
+    because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is replaced,
+    because it takes half a second and `measure` only needs to know that it is nonzero.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
@@ -164,19 +165,20 @@ def what_stays_is_not_collected_again() -> None:
     gc.get_freeze_count = _SOMETHING_IS_FROZEN
 
 
-# The count walks all frozen objects. It keeps its docstring, which an example reads as data.
+# gc.get_freeze_count walks all frozen objects. The replacement keeps its docstring, which an
+# example reads.
 _SOMETHING_IS_FROZEN = functools.wraps(gc.get_freeze_count)(lambda: 1)
 
 
 @pytest.fixture
 def gt(backend_name: str):
-    """The namespace of one backend; a test that takes it runs once for each."""
+    """The namespace of one backend; a test that uses it runs once per backend."""
     return importlib.import_module(f"gradtools.{backend_name}")
 
 
 @pytest.fixture
 def default_precision() -> Iterator[None]:
-    """JAX as a user finds it, without x64."""
+    """Run the test with JAX's default precision, without x64."""
     if "jax" not in sys.modules:
         yield
         return
@@ -188,9 +190,9 @@ def default_precision() -> Iterator[None]:
 
 @pytest.fixture
 def quick_by_hand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What is compiled by hand is compiled quickly, too, for who asks XLA for bytes alone.
+    """Compile ahead-of-time programs without optimization for tests that only read byte counts.
 
-    XLA plans the same bytes (seen in every digit that the examples print); the code is slower.
+    XLA plans the same buffers without optimization; only the code is slower.
     """
     if "jax" in wanted_backends(request.config):
         from tests.support import xla_defaults
@@ -199,7 +201,7 @@ def quick_by_hand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The generators that test modules and their tables keep, each in the state of its import."""
+    """Store the state of every random generator that a test module created at import."""
     session.config.stash[GENERATORS] = [
         (value.bit_generator, value.bit_generator.state)
         for module in list(sys.modules.values())
@@ -211,13 +213,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def the_same_numbers_in_any_order(request: pytest.FixtureRequest) -> None:
-    """A test draws the same numbers whichever tests ran before it in its process."""
+    """Reset all random generators, so that a test draws the same numbers in any order of tests."""
     for generator, state in request.config.stash[GENERATORS]:
         generator.state = state
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         torch.default_generator.manual_seed(20261121)
-        if torch.cuda.is_initialized():  # what waits for it would keep a stack of each test
+        # before CUDA is initialized, manual_seed_all would queue a call and a stack trace per test
+        if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(20261121)
 
 
@@ -228,21 +231,21 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """Where every test makes its arrays, in both frameworks: ``--gradtools-device``."""
+    """The device on which tests create arrays in both frameworks: ``--gradtools-device``."""
     return str(request.config.getoption("--gradtools-device"))
 
 
 @pytest.fixture(scope="session")
 def torch_device(device: str) -> str:
-    """PyTorch's name of it, for tests that place one array beside another elsewhere."""
+    """PyTorch's name of the device, for tests that create arrays on explicit devices."""
     return "cpu" if device == "auto" else device.replace("gpu", "cuda")
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a level, a mode or a default behind fails itself, not those after it.
+    """Fail the test that leaves a level, a mode or a default changed.
 
-    What changes between two tests, as where garbage is collected, is told by the latter.
+    Changes between two tests, such as changes during garbage collection, fail the later test.
     """
     before = state_of_process.quick()
     changed = state_of_process.changes(LEFT, before)

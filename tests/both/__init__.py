@@ -1,1 +1,1 @@
-"""Both frameworks in one process: they agree, or one is inside the other."""
+"""Tests that import PyTorch and JAX in one process, to compare them or to nest one in the other."""

@@ -1,7 +1,8 @@
-"""Rules with one planted mistake each, and rules without any, for `check_rule`.
+"""Custom rules with one planted mistake each, and correct custom rules, for tests of `check_rule`.
 
-Each program makes a rule of `gt.custom_rule` (or of `gt.host_function`) and the arguments at which
-it is checked. `says` is what the message must hold: the mode, the argument, and what to look at.
+Each program returns a rule made by `gt.custom_rule` or `gt.host_function` and the arguments at
+which it is checked. `says` lists words that the error message must contain: the mode, the argument
+and the place of the mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ right = RIGHT.add
 
 
 def mistake(name: str, *says: str, only: str = "") -> Any:
-    """Adds a rule of which these words must be said; `only`: where such a mistake can be made."""
+    """Register a program whose check must raise an error that contains `says`.
+
+    `only` names the backend that allows the mistake, where one alone does.
+    """
     return MISTAKES.add(name, says, only)
 
 
@@ -35,7 +39,7 @@ def vjp(gt: Any, fun: Any, fwd: Any, bwd: Any, **options: Any) -> Any:
 
 
 def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
-    """A program of f(xp, *args) and bwd(xp, residuals, cotangent); `res` are the residuals."""
+    """Return a program of f(xp, *args) with the rule bwd(xp, residuals, cotangent)."""
 
     def program(gt: Any) -> Any:
         fun = lambda *xs: f(gt.xp, *xs)
@@ -46,7 +50,7 @@ def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
 
 
 def by_jvp(f: Any, tangent: Any, *args: Any) -> Any:
-    """A program: f(xp, *args), and its tangent of (gt, primals, tangents)."""
+    """Return a program of f(xp, *args) with the forward rule tangent(gt, primals, tangents)."""
 
     def program(gt: Any) -> Any:
         rule = gt.custom_rule(lambda *xs: f(gt.xp, *xs))
@@ -64,9 +68,9 @@ matvec = lambda xp, a, x: a @ x
 to_exp = lambda xp, x, y: x * xp.exp(y)
 
 
-# --- numbers, places, and what is missing --------------------------------------------------------
+# --- wrong numbers, wrong order and missing terms ------------------------------------------------
 
-BWD = {  # what is said, f, bwd, the arguments
+BWD = {  # expected words of the error, f, bwd, arguments
     "a sign": (
         ("argument 0", "sign"),
         lambda xp, x: xp.cos(x), lambda xp, r, c: (xp.sin(r[0]) * c,), X,
@@ -133,7 +137,7 @@ mistake("a tangent left out", "jvp", "argument 1")(
 )
 
 
-# --- one part against another ------------------------------------------------------------------
+# --- a rule whose parts contradict each other --------------------------------------------------
 
 
 @mistake("fwd computes something else", "fwd's value", "output")
@@ -185,7 +189,7 @@ def _(gt):
     return by_bwd(lambda xp, x: x**3, bwd, X)(gt)
 
 
-# --- arguments that are no floats --------------------------------------------------------------
+# --- arguments that are not floating-point -----------------------------------------------------
 
 
 @mistake("a cotangent for a static argument", "bwd returned", "expected a tuple of 1")
@@ -202,13 +206,13 @@ def _(gt):
     return vjp(gt, f, lambda p: (f(p), p), bwd), ({"a": X, "b": Y},)
 
 
-# --- in a batch alone, and what is done besides ------------------------------------------------
+# --- wrong under vmap only, and side effects ---------------------------------------------------
 
 
 @mistake("wrong in a batch alone", "batch", "argument 0")
 def _(gt):
     def scaled(x, c):
-        return 2 * x * c / max(1, x.ndim)  # one axis by itself, two in a batch
+        return 2 * x * c / max(1, x.ndim)  # right for a single example, wrong under vmap
 
     square = gt.host_function(lambda x: x**2, vectorized=True)
     back = gt.host_function(scaled, vectorized=True)
@@ -245,7 +249,9 @@ def _(gt):
     return vjp(gt, lambda x: x**2, fwd, lambda r, c: (r * c,)), (X,)
 
 
-@mistake("what the last call left behind", "bwd", "array 0", "another call of fwd", only="torch")
+@mistake(
+    "state left over from the previous call", "bwd", "array 0", "another call of fwd", only="torch"
+)
 def _(gt):
     last = {}
     f = lambda x: x**2
@@ -265,7 +271,7 @@ def _(gt):
     return by_bwd(lambda xp, x: 2 * x, bwd, X, res=nothing)(gt)
 
 
-# --- right ones --------------------------------------------------------------------------------
+# --- correct rules -----------------------------------------------------------------------------
 
 _by_cosine = lambda xp, r, c: (xp.cos(r[0]) * c,)
 

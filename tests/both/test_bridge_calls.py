@@ -1,4 +1,4 @@
-"""How a bridged function is called: arguments, memory, captures, transforms, refusals."""
+"""Calls of a bridged function: arguments, memory, captured tensors, transforms and errors."""
 
 import doctest
 import gc
@@ -145,7 +145,8 @@ def test_a_jax_function_composes_with_the_transforms_of_torch(name):
 
 
 def test_a_zero_without_memory_arrives_as_zeros():
-    zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)  # as forward mode makes them
+    # a zero tensor as forward mode creates it
+    zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)
     for t in (zero, zero.T, zero.conj()):
         near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
 
@@ -167,7 +168,8 @@ def test_complex_gradients_are_each_frameworks_own_convention():
     native = lambda z: (jnp.abs(z) ** 2 * jnp.real(z)).sum()
     for of in (jax.grad, gj.grad, lambda f: jax.jit(jax.grad(f))):
         near(of(f)(jnp.asarray(z)), of(native)(jnp.asarray(z)))
-    near(gj.grad(f)(jnp.asarray(z)), 2 * z * z.real + abs(z) ** 2)  # by hand: df/dRe + i df/dIm
+    # derived by hand: df/dRe + i df/dIm
+    near(gj.grad(f)(jnp.asarray(z)), 2 * z * z.real + abs(z) ** 2)
     g = bridge.to_torch(native)
     near(gt.grad(g)(torch.from_numpy(z)), 2 * z * z.real + abs(z) ** 2)
 
@@ -203,7 +205,7 @@ def test_arguments_are_not_copied():
     seen = []
     f = bridge.to_jax(lambda t: seen.append(t.data_ptr()) or t + 1)
     x = jnp.ones((50, 50))
-    f(x)  # looked at, on a copy
+    f(x)  # the first call inspects f with a copy of x
     f(x)
     assert seen[-1] == x.unsafe_buffer_pointer()
     inside = []
@@ -441,7 +443,7 @@ def test_an_autocast_of_pytorch_around_the_program_changes_no_number_of_jax():
             np.testing.assert_array_equal(call(x), wanted)
 
 
-# --- a reverse rule only
+# --- functions with only a reverse rule
 
 
 @pytest.mark.parametrize("way", [gt.jvp, torch.func.jvp])

@@ -1,4 +1,4 @@
-"""The scenario matrix of functions through the bridge, against the native function."""
+"""Functions of the scenario table through the bridge, compared with the native function."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ from gradtools.testing.cross_checking.tolerances import real_name, tolerance
 from tests.support.scenario_table import scenarios
 
 RECORDS = {s.name: s for s in scenarios()}
-# One operation of one array each: two of them are enough for whoever waits.
+# Programs of one operation on one array; the quick tests run only the first two of them.
 ALIKE = [name for name, s in RECORDS.items() if s.shape == "vector" and not s.tags][2:]
-# What one framework itself cannot, or not as the other does.
+# Tags of programs that a framework does not support or that the two frameworks define differently.
 CONVENTIONS = "kink"
 
 
 class Native:
-    """One framework: its namespace, and its pytrees of arrays from NumPy's and back."""
+    """The `gt` namespace of one framework, with conversions of pytrees from and to NumPy arrays."""
 
     def __init__(self, gt):
         self.gt, self.waist = gt, gt._api._backend
@@ -43,7 +43,7 @@ TORCH, JAX = Native(gt), Native(gj)
 
 
 def loss_of(native, f):
-    """A real function of what comes out, that weighs each entry."""
+    """Return a real-valued loss: a weighted sum over the floating-point outputs of f."""
     xp = native.gt.xp
 
     def loss(*args):
@@ -57,13 +57,13 @@ def loss_of(native, f):
 
 
 def active(native, args):
-    """The positions of the arguments that hold floating leaves alone."""
+    """Return the positions of the arguments whose leaves are all floating-point."""
     leaves = [native.waist.flatten(arg)[0] for arg in args]
     return [i for i, xs in enumerate(leaves) if xs and all(map(native.waist.is_inexact, xs))]
 
 
 def answers(native, f, scenario):
-    """Values and derivatives of f, as NumPy arrays by name."""
+    """Return a dict of values and derivatives of f as NumPy arrays."""
     g, args = native.gt, native.arrays(scenario.args)
     found = {"value": native.numpy(f(*args))}
     loss, which = loss_of(native, f), active(native, args)

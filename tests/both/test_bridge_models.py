@@ -1,4 +1,4 @@
-"""Models across the bridge: state, keys, modes, optimizers, and gradtools' own operators."""
+"""Models across the bridge: state, random keys, train and eval mode, optimizers, edits."""
 
 import copy
 
@@ -63,7 +63,7 @@ def test_a_module_trains_by_optax_as_by_torch_over_50_steps_with_its_batch_stati
     for name, b in native.named_buffers():
         near(state[name], b, 1e-11)
     assert int(state["1.num_batches_tracked"]) == 50
-    for name, p in network().state_dict().items():  # the module itself stands as it stood
+    for name, p in network().state_dict().items():  # the PyTorch module itself is unchanged
         assert torch.equal(p, model.state_dict()[name])
 
 
@@ -173,7 +173,7 @@ def test_other_tensors_stand_in_for_the_parameters_of_a_jax_model():
     near(module(x).detach(), torch.nn.functional.linear(x, weight, module.bias).detach())
 
 
-# --- gradtools' own operators across -----------------------------------------------------
+# --- gradtools' own operators through the bridge -----------------------------------------
 
 
 def test_a_reversal_inside_a_torch_function_reverses_in_jax():

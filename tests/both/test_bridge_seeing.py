@@ -1,4 +1,4 @@
-"""A bridged function in what looks at programs: one operation, by the function's name."""
+"""Bridged functions in formulas, graphs and costs: each is one operation with its own name."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ def test_a_bridged_function_is_one_operation_and_no_loss(own_and_f):
 
 
 def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_its_gradient():
-    # Beneath an operation PyTorch's autograd is off, and what JAX asked there was kept for good.
+    # PyTorch's autograd is disabled inside of an operation, and JAX caches its result for every
+    # later call.
     f = bridge.to_torch(lambda a: bridge.to_jax(square_in_torch)(a) * 3)
     x = torch.from_numpy(MATRIX).requires_grad_()
     cost(gt, gt.grad(f), x)
@@ -67,7 +68,7 @@ def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_it
     torch.testing.assert_close(found, 6 * x)
 
 
-# --- as mathematics ----------------------------------------------------------------------
+# --- bridged functions in formulas -------------------------------------------------------
 
 WEIGHTS = torch.linspace(-1, 1, 6).reshape(3, 2)
 KERNEL = jnp.asarray(WEIGHTS.numpy())

@@ -1,4 +1,4 @@
-"""The bridge under load: many threads, no hang, no leak, no wrong number."""
+"""The bridge under load: many threads must finish without hangs, leaks or wrong numbers."""
 
 import gc
 import threading
@@ -16,7 +16,7 @@ THREADS, CALLS = 16, 800
 
 
 def together(work, each):
-    """Runs work(i) `each` times in each thread; what went wrong, and whether all came back."""
+    """Run work(i, k) `each` times in each thread; return the errors and whether all joined."""
     wrong = []
 
     def loop(i):

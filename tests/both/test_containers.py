@@ -1,4 +1,4 @@
-"""What models take and return: mappings, dataclasses, constants; and modules that stay modules."""
+"""Containers in arguments and outputs of models: mappings, dataclasses and constants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Frozen:
 
 
 class Encoding(collections.UserDict):
-    """As tokenisers give: a mapping with more than its items, which cannot be made of nothing."""
+    """A mapping like a tokenizer's BatchEncoding, with a second required constructor argument."""
 
     def __init__(self, data, encodings):
         super().__init__(data)
@@ -38,7 +38,7 @@ class Encoding(collections.UserDict):
 
 
 class Own(dict):
-    """With more than its items, too."""
+    """A dict subclass with an attribute besides its items."""
 
     def __init__(self, data, label):
         super().__init__(data)
@@ -51,7 +51,7 @@ Pair = collections.namedtuple("Pair", "x mask")
 KINDS = {
     "a dict": lambda x, m: {"x": x, "mask": m},
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
-    "a dict of one's own": lambda x, m: Own({"x": x, "mask": m}, "train"),
+    "a dict subclass": lambda x, m: Own({"x": x, "mask": m}, "train"),
     "a dataclass": Output,
     "a frozen dataclass with slots": Frozen,
     "a named tuple": Pair,
@@ -60,7 +60,7 @@ KINDS = {
 
 
 def inside(tree):
-    """(x, mask) of one of these."""
+    """Return x and mask of one of the containers below."""
     if isinstance(tree, list):
         return inside(tree[0]["y"])
     if isinstance(tree, collections.abc.Mapping):
@@ -69,7 +69,7 @@ def inside(tree):
 
 
 def lists_of(tree):
-    """A list as an argument is a list of examples: a tuple is a tree."""
+    """Convert a list to a tuple, because a list as an argument means a list of examples."""
     return tuple(tree) if type(tree) is list else tree
 
 

@@ -1,4 +1,4 @@
-"""What is connected has the same gradient in both backends, whatever the derivative is there."""
+"""Both backends return the same gradients for connected arguments, including zero derivatives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An array of the other framework is an error in every operator, in both directions.
+"""Every operator raises an error for an array of the other framework, in both directions.
 
-A framework passes such an array through as a constant: an edit of it would silently do nothing.
+A framework treats an array of the other framework as a constant, so an edit would do nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def target(own):
 
 
 def layer(own):
-    """`apply`, params and state of a module that adds to what it is given."""
+    """Return `apply`, params and state of a small module in the framework of the array `own`."""
     if isinstance(own, torch.Tensor):
         return gradtools.torch.make_functional(torch.nn.Sequential(torch.nn.Flatten(0)))
     model = nn.LayerNorm()
@@ -125,7 +125,8 @@ CALLS = {
     "gradient_graph": lambda gt, own, x: gt.gradient_graph(total, x),
     "formula": lambda gt, own, x: gt.formula(total, x),
 }
-# The framework's own functions and errors; conversions; no arrays; a process group that is missing.
+# Functions excluded from the test: the framework's own functions, errors, conversions, functions
+# without array arguments, and functions that need a process group.
 OTHERS = {"vmap", "compile", "random_key", "split_key", "asarray", "to_numpy", "xp", "ArraySpec"}
 OTHERS |= {"is_recomputing", "all_gather"}
 

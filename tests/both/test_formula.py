@@ -1,6 +1,6 @@
-"""One function, two frameworks, one formula: what is written once reads alike.
+"""Formulas of the same function in PyTorch and in JAX are equal texts.
 
-Each function is written with ``gt.xp``. Their formulas are equal text.
+Each function is written once, with ``gt.xp``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(8)
 
 
 def real(*shape):
-    """Away from kinks, and no two entries equal."""
+    """Return normal random numbers away from the kinks at 0, with no two entries equal."""
     x = RNG.normal(size=shape)
     return x + 0.1 * np.sign(x)
 
@@ -41,7 +41,7 @@ LABELS = np.array([2, 0, 1, 1])
 
 @dataclass(frozen=True)
 class Written:
-    """A function of ``gt`` and its arguments, written once."""
+    """A function of ``gt`` and its arguments, shared by both backends."""
 
     f: Callable[..., Any]
     args: tuple[np.ndarray, ...]
@@ -152,20 +152,20 @@ FUNCTIONS: dict[str, Written] = {
     "attention of a batch": Written(attention, (real(2, 5, 4), real(2, 5, 4), real(2, 5, 4))),
 }
 
-# What is written by its name, of which the formula has no algebra.
+# Operations that the formula writes by their names because it has no algebra for them.
 BY_NAME = {
     "solve": ("solve",),
 }
 
 
 def lines(formula: Any) -> list[str]:
-    """The page, without the line that tells how exactly it agrees."""
+    """Return the lines of the formula without the line that reports the accuracy of its check."""
     return [line for line in str(formula).splitlines() if not line.startswith("agrees with")]
 
 
 @pytest.fixture(scope="module")
 def formulas() -> dict[str, tuple[Any, Any]]:
-    """For each function what PyTorch and JAX give, made once."""
+    """Return a cache of the formulas of PyTorch and JAX by function name."""
     return {}
 
 
@@ -184,7 +184,7 @@ def test_a_function_reads_alike_in_both_frameworks(name, formulas):
     assert lines(of_torch) == lines(of_jax)
 
 
-# The adjoints, derived by hand.
+# The adjoints of the programs, derived by hand.
 TEXTBOOK = {
     "linear": ["W̄ = ȳ xᵀ", "x̄ = Wᵀ ȳ", "b̄ = ȳ"],
     "hidden layer": ["z̄ = ȳ ⊙ (1 - y²)", "W̄ = z̄ xᵀ", "x̄ = Wᵀ z̄"],

@@ -1,4 +1,4 @@
-"""What a formula says at the very arguments: ties, overflow, and what it was not asked for."""
+"""Formulas at particular arguments: ties, overflow, and output that was not requested."""
 
 from __future__ import annotations
 

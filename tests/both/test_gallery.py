@@ -1,4 +1,4 @@
-"""docs/gallery.md is written by its programs, and what it says of JAX's is so."""
+"""docs/gallery.md matches the output of its programs, and its statements about JAX are true."""
 
 from __future__ import annotations
 

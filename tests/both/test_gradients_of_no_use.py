@@ -1,4 +1,4 @@
-"""What why_zero says of gradients that are NaN, and of what selects nothing."""
+"""Reports of why_zero for NaN gradients and for operations that select no entries."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def gated(gt, params, x):
 
 
 def closed(gt, params, x):
-    """Neither factor has a gradient: the gate's is zero as well."""
+    """The gradients of both factors are zero, because the gate is zero and x @ w is zero."""
     return gt.xp.sum((params["gate"] * (x @ params["w"])) ** 2)
 
 
@@ -130,7 +130,7 @@ def test_a_factor_that_starts_at_zero_is_a_note_if_it_moves(gt, f, lost):
     params = {name: gt.asarray(x) for name, x in params.items()}
     report = gt.why_zero(lambda params, x: f(gt, params, x), params, gt.asarray(numbers))
     names = {f"argument 0['{name}']" for name in lost}
-    if f is closed:  # neither factor moves
+    if f is closed:  # neither parameter has a nonzero gradient
         assert {(f.argument, f.kind) for f in report} == {(n, "zero") for n in names}
     else:
         ((text, noted),) = report.notes

@@ -1,4 +1,4 @@
-"""In healthy programs why_zero finds nothing: straight-through, targets, masks, constants."""
+"""why_zero reports nothing for correct programs: straight-through, targets, masks, constants."""
 
 from __future__ import annotations
 

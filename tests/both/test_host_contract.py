@@ -1,4 +1,4 @@
-"""What a host function's kernel and rule are held to, and what a plain call of it does."""
+"""Requirements on the kernel and the rule of a host function; plain calls of a host function."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def x(gt):
 
 
 def host_sin(gt, back):
-    """sin on the host, whose backward pass is a kernel."""
+    """Return sin as a host function whose backward pass is a host kernel."""
     sin, back = gt.host_function(np.sin), gt.host_function(back)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
     return sin
 
 
-# --- a plain call --------------------------------------------------------------------------
+# --- plain calls ---------------------------------------------------------------------------
 
 
 ORDERS = {
@@ -43,7 +43,7 @@ def test_whatever_lies_in_memory_is_read_right(gt, which):
         assert np.array_equal(lower(f(x)), lower(back(x)))
 
 
-# --- what a rule of kernels is held to ------------------------------------------------------
+# --- requirements on rules made of kernels --------------------------------------------------
 
 
 def test_a_kernel_of_bwd_that_reads_residuals_alone_needs_no_rule_in_either_mode(gt, x):

@@ -1,7 +1,7 @@
-"""What a graph says is kept for backward, in bytes, against the frameworks' own.
+"""The bytes that a gradient graph reports as saved for backward equal the frameworks' own numbers.
 
-PyTorch's own are the memories of what `saved_tensors_hooks` is handed, JAX's the outputs that XLA
-says the forward half of `jax.vjp` has, each once and without those that came in.
+For PyTorch the numbers are the distinct storages seen by `saved_tensors_hooks`. For JAX the
+numbers are the distinct outputs of the compiled forward half of `jax.vjp` that are not inputs.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.costs import saved_bytes
 
-# Functions of x, 6×4, and w, 4×4; p is torch or jax.numpy.
+# Functions of x (6×4) and w (4×4); p is torch or jax.numpy.
 PROGRAMS = {
     "the square": lambda p, x, w: x * x,
     "a product": lambda p, x, w: p.sin(x) * p.exp(x),
@@ -24,7 +24,7 @@ PROGRAMS = {
     "a norm": lambda p, x, w: p.sqrt((x * x).sum()),
     "a maximum": lambda p, x, w: p.where(x > 0.7, p.exp(x), x * x),
 }
-# The same of PyTorch's own words; t is torch, F is torch.nn.functional.
+# Functions that use PyTorch's own operations; t is torch, F is torch.nn.functional.
 OF_PYTORCH = {
     "rows of a tensor": lambda t, F, x: x[t.tensor([0, 1])] * 2,
     "layer norm": lambda t, F, x: F.layer_norm(x, (4,)),
@@ -49,7 +49,7 @@ def weights(p, x):
 
 
 def told(gt, f, *args):
-    """The bytes of all values that the graph keeps along all arguments."""
+    """Return the bytes of all values that the graph of f reports as kept, for all arguments."""
     graph = gt.gradient_graph(f, *args, argnums=tuple(range(len(args))))
     return sum(graph.kept.values())
 

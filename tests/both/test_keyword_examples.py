@@ -1,4 +1,4 @@
-"""Whatever is split is split by keyword as by position; expected values are NumPy's, by hand."""
+"""Operators split keyword arguments as they split positional ones, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SIZES = (2, 7)
 
 
 def of_rows(gt):
-    """One number for each row; w and shared are no examples, scale and power are no arrays."""
+    """Return f with one output per row of x.
+
+    The arguments w and shared are not split; scale and power are not arrays.
+    """
 
     def f(w, x, mask=1.0, more=None, shared=0.0, *, scale=1.0, power=1):
         bias = 0.0 if more is None else more["bias"] + more["flag"]
@@ -27,13 +30,13 @@ def of_rows(gt):
 
 
 def expected(x, mask=1.0, bias=0.0, shared=0.0, scale=1.0, power=1):
-    """f of all rows, and the derivative of each row's number to w."""
+    """Return f of all rows and the derivative of each output with respect to w."""
     masked = x * mask + shared
     t = np.tanh(masked @ W)
     return t * scale + bias**power, scale * (1 - t**2)[:, None] * masked
 
 
-# How f is called behind w: by position, by keyword, what in_axes is, what is expected.
+# For each call: positional arguments after w, keyword arguments, in_axes, expected result.
 ARRAYS = {"mask": MASK, "more": {"bias": BIAS, "flag": 1.0}}
 FULL = expected(X, MASK, BIAS + 1.0)
 WAYS = {
@@ -52,12 +55,12 @@ def data(gt, x):
 
 
 def loss_of(gt, out):
-    """A loss that is no sum over examples."""
+    """A loss that is not a sum over examples."""
     return (out**2).sum() ** 1.5
 
 
 def slope(out, rows):
-    """d(loss)/dw by hand."""
+    """Return d(loss)/dw, derived by hand."""
     return 3 * (out**2).sum() ** 0.5 * out @ rows
 
 
@@ -103,12 +106,12 @@ CHECKS = {
 
 @pytest.fixture(params=list(CHECKS))
 def check(request):
-    """A check of one operator; the sizes are fewer in JAX, which compiles each."""
+    """The check of one operator; JAX tests fewer sizes because it compiles each of them."""
     return CHECKS[request.param], request.param
 
 
 def default(operator, axes):
-    """in_axes where w is shared, for the operators that do not share it by themselves."""
+    """Return in_axes with w shared for the operators that have no shared first argument."""
     return {"w": None} if axes is None and operator in ("chunked", "vmap") else axes
 
 
@@ -151,7 +154,8 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     axes = {"mask": 1, "shared": None, "w": None, "power": None}
     mask, shared = gt.asarray(MASK.T.copy()), gt.asarray(SHARED)
     f = lambda w, x, mask, shared, power: gt.xp.tanh((x * _rows(mask) + shared) @ w) ** power
-    # a chunk's mask is still (3, rows); one example's is (3,)
+    # The mask of a chunk has shape (3, rows) before the transpose; the mask of one example has
+    # shape (3,).
     _rows = lambda mask: mask.T if mask.ndim == 2 else mask
     w, x = gt.asarray(W), gt.asarray(X)
     out, rows = expected(X, MASK, shared=SHARED)

@@ -1,6 +1,6 @@
-"""A linear kernel with its adjoint needs no rule: both modes, any order, vmap, complex numbers.
+"""A linear kernel with an adjoint needs no rule: both modes, any order, vmap, complex numbers.
 
-The oracle is the same map written in the framework.
+The reference is the same linear map written in the framework.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ C = M + 1j * np.random.default_rng(1).normal(size=(3, 5))
 
 
 def product(gt, matrix, vectorized=False):
-    """A SciPy LinearOperator in the program, and the same product in the framework."""
+    """Return a SciPy LinearOperator as a host function, and the same product in the framework."""
     op = scipy.sparse.linalg.aslinearoperator(matrix)
     dtype = str(matrix.dtype)
     spec = lambda n: gt.ArraySpec((n,), dtype)
@@ -32,7 +32,7 @@ def product(gt, matrix, vectorized=False):
 
 
 def half_spectrum(gt):
-    """rfft: real to complex. Its adjoint counts the entries that the half spectrum leaves out."""
+    """Return rfft as a host function; its adjoint accounts for the entries that rfft omits."""
 
     def adjoint(y):
         full = np.zeros(6, complex)
@@ -50,7 +50,7 @@ def spectrum(gt):
 
 
 def pair(gt):
-    """Two arguments and two results: (x, y) to (M x + M y, x - y)."""
+    """Return the linear map (x, y) -> (M x + M y, x - y) with two arguments and two outputs."""
     out = lambda x, y: {"a": gt.ArraySpec((3,), "float64"), "b": x}
     host = gt.host_function(
         lambda x, y: {"a": M @ (x + y), "b": x - y},
@@ -82,7 +82,7 @@ def numbers(gt, name, *lead, seed=2):
 
 
 def losses(gt, name):
-    """The same nonlinear loss through the kernel and through the framework's own map."""
+    """Return one nonlinear loss of the kernel and the same loss of the framework's own map."""
 
     def of(linear):
         def loss(x):
@@ -165,7 +165,7 @@ def test_what_is_not_linear_is_refused_in_words(gt):
 
 
 def test_a_kernel_that_mixes_entries_is_differentiated_twice_outside_of_vmap(gt):
-    """Its backward rule is one of a batch there, and not the one that its author wrote."""
+    """Outside of vmap the backward rule is the author's, not the rule for a batch."""
     f = gt.host_function(lambda x: np.cumsum(x) ** 2)
     back = gt.host_function(lambda x, c: np.cumsum((2 * np.cumsum(x) * c)[::-1])[::-1])
     twice = gt.host_function(

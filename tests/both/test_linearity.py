@@ -1,7 +1,7 @@
-"""A map from which the other mode is derived by transposition must be linear.
+"""A rule whose other mode is derived by transposition must be linear.
 
-What is not linear is refused in the other mode, and stays as its author wrote it in its own, where
-it is for `check_rule` to find. Rounding is not taken for a map that is not linear.
+A nonlinear map raises an error in the derived mode. In its own mode it runs as written, and
+`check_rule` reports it. Rounding errors must not be reported as nonlinearity.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _norm(xp, v):
     return xp.sqrt(xp.sum(v * v))
 
 
-FORGOTTEN = {  # maps that are not zero at zero
+FORGOTTEN = {  # maps that are nonzero at zero
     "a forgotten vector": lambda xp, x, v: xp.cos(x) + 0 * v,
     "an added constant": lambda xp, x, v: xp.cos(x) * v + 0.01,
     "a sum for a product": lambda xp, x, v: xp.cos(x) + v,
@@ -43,7 +43,7 @@ NOT_LINEAR = {
     "a norm": lambda xp, x, v: _norm(xp, v) + 0 * v,
     "a quotient": lambda xp, x, v: v / (1 + v),
     "a clipped norm": lambda xp, x, v: v / xp.maximum(_norm(xp, v), 1 + 0 * _norm(xp, v)),
-    "a square beneath what cancels": lambda xp, x, v: (v * 1e3 + v * v) - v * 1e3,
+    "a square hidden by cancellation": lambda xp, x, v: (v * 1e3 + v * v) - v * 1e3,
 }
 MAPS = {**FORGOTTEN, **NOT_LINEAR}
 GIVEN = ("tangent", "cotangent")
@@ -51,7 +51,7 @@ WAYS = ("gt", "native", "compiled", "mapped", "in a loop", "in a checkpoint")
 
 
 def _rule(gt, name, given, kernel=False):
-    """sin with this map for its forward or its reverse rule; the map may be a host kernel."""
+    """Return sin whose forward or reverse rule is the map `name`, optionally as a host kernel."""
     change = gt.host_function(lambda x, v: MAPS[name](np, x, v).astype(x.dtype))
     run = change if kernel else lambda x, v: MAPS[name](gt.xp, x, v)
     rule = gt.custom_rule(lambda x: gt.xp.sin(x))
@@ -63,7 +63,7 @@ def _rule(gt, name, given, kernel=False):
 
 
 def _in_the_other_mode(gt, native, f, given, way, x, v):
-    """The derivative of f in the mode for which it has no rule."""
+    """Compute the derivative of f in the mode for which f has no rule."""
     if way == "in a loop":
         return _in_the_other_mode(gt, native, lambda x: native.loop(f, x, 1), given, "gt", x, v)
     if way == "in a checkpoint":
@@ -94,7 +94,7 @@ def test_a_map_that_is_not_linear_is_refused_in_the_other_mode(
         words = f"multiply by the {given}" if name in FORGOTTEN else f"linear in its {given}s"
     elif backend_name == "jax":
         words = "not linear"
-    for _ in range(2):  # what was refused is refused again
+    for _ in range(2):  # the same nonlinear map must raise an error twice
         with pytest.raises(Exception, match=words) as raised:
             np.asarray(_in_the_other_mode(gt, native, rule, given, way, x, v))
         assert isinstance(raised.value, GradtoolsError) or way == "compiled"
@@ -110,7 +110,7 @@ def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(gt, name, given):
 
 
 def _gradient(gt, kernel, dtype):
-    """Of 2 x, whose tangent is said to be kernel(dx), with the identity for its transpose."""
+    """Gradient of 2 x with the forward rule kernel(dx), whose declared transpose is identity."""
     host = gt.host_function(lambda x: kernel(x, dtype(BIG[dtype])).astype(dtype))
     host.defvjp(lambda x: (host(x), None), lambda _, ct: (ct,))
     rule = gt.custom_rule(lambda x: 2 * x)

@@ -1,4 +1,4 @@
-"""Public functions and what they return survive pickle and deepcopy."""
+"""Public functions and the functions that they return support pickle and deepcopy."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def again(request):
 
 @pytest.fixture
 def at(gt):
-    """(w, x)."""
+    """Return the arguments (w, x)."""
     return gt.asarray(np.float64(2.0)), gt.asarray(X)
 
 
-# What an operator returns, and what it gives at (w, x).
+# Functions returned by operators, with the expected values at (w, x).
 RETURNED = {
     "grad": (lambda gt: gt.grad(loss, argnums=1), 4 * X),
     "hessian": (lambda gt: gt.hessian(loss, 1), 4 * np.eye(3)),
@@ -73,7 +73,7 @@ def test_what_an_operator_returns_computes_the_same_after_it(gt, again, at, name
 
 
 class Adversarial(torch.nn.Module):
-    """As one writes it: the edit is an attribute."""
+    """A model that stores the gradient edit as an attribute."""
 
     def __init__(self):
         super().__init__()

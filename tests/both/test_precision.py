@@ -1,6 +1,6 @@
-"""float32's products keep all bits while derivatives are compared; then the settings are as before.
+"""Comparisons of derivatives run in full float32 precision and restore the settings afterwards.
 
-What a GPU multiplies in TF32 is multiplied here in bfloat16, by oneDNN, where the CPU can.
+On a CPU with bfloat16 support, oneDNN's bfloat16 products replace the TF32 products of a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from gradtools.testing import check_derivatives, cross_check
 from gradtools.testing.cross_checking.precision import highest_precision, settings_of_torch
 
-NEWER = hasattr(torch.backends, "fp32_precision")  # from PyTorch 2.9 on
+NEWER = hasattr(torch.backends, "fp32_precision")  # requires PyTorch 2.9
 STATES = {
     "as PyTorch comes": "pass",
     "older: high": "torch.set_float32_matmul_precision('high')",
@@ -35,7 +35,7 @@ def settings() -> Any:
 
 @pytest.fixture(params=[name for name in STATES if NEWER or not name.startswith("newer")])
 def state(request):
-    """A setting of the process, put back by what reads and sets all of them."""
+    """Change one precision setting of the process, and restore all settings after the test."""
     before, _ = settings()
     exec(STATES[request.param])
     yield request.param
@@ -60,7 +60,7 @@ def test_inside_no_library_loses_bits_and_the_settings_are_as_before(state):
 
 @pytest.mark.parametrize("operator", ["chunked", "frozen", "checkpoint"])
 def test_an_operator_that_evaluates_again_reads_any_setting(state, operator):
-    """Where the newer settings contradict an older one, PyTorch refuses to read that."""
+    """PyTorch raises an error when it reads an old setting that contradicts the new ones."""
     import gradtools.torch as gt
 
     f = gt.chunked(torch.sin, 2) if operator == "chunked" else getattr(gt, operator)(torch.sin)

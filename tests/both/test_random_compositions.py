@@ -1,7 +1,7 @@
-"""Random compositions of three operators: both frameworks give the same number, or both refuse.
+"""Random compositions of three operators: both frameworks return the same number or both refuse.
 
-A composition is drawn once and run in both frameworks, of which each is the oracle of the other.
-Every operator maps a function of a vector to another one.
+A composition is drawn once and run in both frameworks, which are compared with each other. Every
+operator maps a function of a vector to another function of a vector.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DRAWN = np.random.default_rng(7)
 SEED, TANGENT, COTANGENT, SLOPE, START = (DRAWN.normal(size=3) for _ in range(5))
 ROWS = DRAWN.normal(size=(4, 3))
 COUNT, QUICK, SLOW = 500, 12, 60
-# An edit has no forward mode. A framework may need it where the other one transposes.
+# Messages of functions without forward mode, which only one of the frameworks may need.
 REVERSE_ONLY = ("reverse rule only", "jax.custom_vjp")
-# Fewer numbers that may be lost than digits that a random product of this depth keeps.
+# Relative tolerance: products of this depth lose fewer digits than this.
 CLOSE = 1e-9
 
 
 def start(gt):
-    """The functions that compositions begin with."""
+    """Return the functions that compositions start from."""
     xp, w = gt.xp, gt.asarray(np.outer(SEED, SLOPE) + np.eye(3))
     return {
         "waves": lambda x: xp.sin(x) * xp.exp(-x * x / 4) + xp.sum(x * x) * x / (1 + xp.sum(x * x)),
@@ -38,7 +38,7 @@ def start(gt):
 
 
 def operators(gt):
-    """Each operator as a function of a function f of a vector."""
+    """Return each operator as a map from a function of a vector to another such function."""
     xp, rows = gt.xp, gt.asarray(ROWS)
     seed, t, ct, slope = (gt.asarray(v) for v in (SEED, TANGENT, COTANGENT, SLOPE))
     weigh = lambda f: lambda x: xp.sum(seed * f(x))
@@ -114,7 +114,7 @@ OUTER = ("value", "grad", "torch.func.grad or jax.grad", "autograd.grad or jit(j
 
 @dataclass(frozen=True)
 class Composition:
-    """Operators around a function, the innermost first, and what is computed of the result."""
+    """A start function, the operators around it from the innermost on, and the final quantity."""
 
     begins: str
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ def drawn():
 
 
 def computed(gt, of):
-    """The number in one framework, or gradtools' refusal."""
+    """Return the number that one framework computes, or the error that gradtools raises."""
     f, x, xp = start(gt)[of.begins], gt.asarray(START / 2), gt.xp
     for name in of.names:
         f = operators(gt)[name](f)
@@ -151,12 +151,13 @@ def computed(gt, of):
             return gt.to_numpy(jax.jit(jax.grad(loss))(x))
         x = x.requires_grad_()
         value = loss(x)
-        if not value.requires_grad:  # a derivative through `replace` is a constant
+        # the derivative through `replace` is a constant without a graph
+        if not value.requires_grad:
             return np.zeros(3)
         return gt.to_numpy(torch.autograd.grad(value, x)[0])
     except GradtoolsError as error:
         return error
-    except TypeError as error:  # JAX's own, in a transform of its own
+    except TypeError as error:  # the error that JAX raises inside of its own transform
         if "to a custom_vjp function" not in str(error):
             raise
         return GradtoolsError(f"{REVERSE_ONLY[0]}: {error}")

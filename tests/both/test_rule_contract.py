@@ -1,4 +1,4 @@
-"""What a custom rule offers and asks in both backends alike; see jax/test_rule_contract.py too."""
+"""Requirements on custom rules that both backends share; see also jax/test_rule_contract.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_static_array_is_refused_with_the_mend(gt, x):
     f.defvjp(lambda n, x: (x, None), lambda n, kept, ct: (ct,))
     with pytest.raises(GradtoolsError, match="bwd may return None for them"):
         f(x, X)
-    own = gt.asarray(X)  # one of PyTorch's has a hash, that of its place in memory
+    own = gt.asarray(X)  # PyTorch tensors are hashable by identity
     for held in (own, (own,), [X]):
         with pytest.raises(GradtoolsError, match=r"'n' is .* contain no array"):
             f(x, held)
@@ -102,7 +102,7 @@ def test_a_host_functions_rule_may_be_set_after_calls(gt, x):
 
 
 def test_a_rule_that_can_be_called_is_taken_whatever_its_signature_says(gt):
-    """Only bwd's and the forward rule's own parameters count, not those of a wrapped function."""
+    """The signatures of bwd and of the forward rule are read without following `__wrapped__`."""
 
     def f(x):
         return x * x
@@ -127,7 +127,7 @@ def test_a_rule_that_can_be_called_is_taken_whatever_its_signature_says(gt):
         assert float(gt.grad(rule)(x)) == 6
 
 
-# --- what fwd, the forward rule and bwd return ---------------------------------------------
+# --- return values of fwd, the forward rule and bwd ----------------------------------------
 
 OTHER = {
     "shape": (lambda gt, x: x.sum(), lambda gt, x: x.sum()[None]),
@@ -179,7 +179,7 @@ def test_what_bwd_returns_is_compared_with_the_arguments(gt, x, name):
         lambda x, ct: WRONG[name](gt, ct) if wrong[0] else (ct * x,),
     )
     run = lambda: gt.grad(lambda x: rule(x).sum())(x)
-    for _ in range(3):  # after calls that were right
+    for _ in range(3):  # the wrong result must be reported after several correct calls, too
         run()
     wrong[0] = True
     with pytest.raises(GradtoolsError, match="bwd"):

@@ -1,4 +1,4 @@
-"""`check_rule` finds each planted mistake and says where it is; of right rules it says nothing."""
+"""`check_rule` reports each planted mistake with its place, and nothing for correct rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_lists_are_long_enough():
 @pytest.mark.parametrize("mistake", MISTAKES.cases())
 def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
     if mistake.only not in ("", backend_name):
-        pytest.skip(f"such a mistake can be made in {mistake.only} alone")
+        pytest.skip(f"the mistake is only possible in {mistake.only}")
     rule, args = mistake.program(gt)
     with pytest.raises(GradtoolsError) as raised:
         check_rule(rule, args, gt)

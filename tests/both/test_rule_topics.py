@@ -1,7 +1,7 @@
-"""Own rules in the places that a program puts functions, and of arrays of every kind.
+"""Custom rules in methods, closures and containers, with arguments and outputs of every kind.
 
-The slope of a rule here is a multiple of what the framework itself would take, so that a rule that
-is lost shows. Each program runs three times, for what is known of a signature is used later.
+The rule's derivative is a multiple of the true derivative, so that a test fails if the rule is
+dropped. Each program runs three times, because signatures are cached after the first call.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def forward_sine(gt, times=2.0):
 
 
 class Topic(NamedTuple):
-    """make(gt) gives a function of an array, and what its slope is at X."""
+    """make(gt) returns a function of an array; `slope` is the derivative of that function at X."""
 
     make: Any
     slope: Any = 2 * COS
 
 
-# --- where a rule may stand --------------------------------------------------------------
+# --- places where a rule may be defined --------------------------------------------------
 
 
 def as_method(gt):
@@ -47,7 +47,7 @@ def as_method(gt):
             lambda kept, ct: (None, 2 * kept[0].k * gt.xp.cos(kept[1]) * ct),
         )
 
-    Scaled(7.0).f(gt.asarray(X))  # of another object
+    Scaled(7.0).f(gt.asarray(X))  # the rule of another object
     return Scaled(3.0).f
 
 
@@ -68,7 +68,7 @@ def as_method_of_a_static_self(gt):
     return Scaled(3.0).f
 
 
-# --- its arguments -----------------------------------------------------------------------
+# --- arguments of the function -----------------------------------------------------------
 
 
 def of_any_number(gt):
@@ -100,7 +100,7 @@ def of_a_tree_with_none(gt):
     return run
 
 
-# --- its outputs -------------------------------------------------------------------------
+# --- outputs of the function -------------------------------------------------------------
 
 
 def of_many_kinds(gt):

@@ -1,4 +1,4 @@
-"""Sparse Jacobians and Hessians: the dense ones, from few products, in both frameworks."""
+"""Sparse Jacobians and Hessians equal dense Jacobians and Hessians and need few products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(gt, x):
     return rows / gt.xp.sum(rows**2, axis=1)[:, None]
 
 
-PROGRAMS = {  # the program, and how many entries of its Jacobian may differ from zero
+PROGRAMS = {  # the program, and the number of entries of its Jacobian that may be nonzero
     "elementwise": (lambda gt, x: gt.xp.tanh(x) * x, N),
     "stencil": (stencil, 3 * (N - 2)),
     "arrow": (arrow, 3 * N - 2),
@@ -96,7 +96,7 @@ def test_a_pattern_is_taken_in_every_form(gt, kind):
 
 
 def products_of(gt, monkeypatch, run):
-    """How many products a call takes, with the one that checks it."""
+    """Count the products that a call computes, including the product that checks the result."""
     rows = []
     backend = gt.grad.__self__._backend
     plain = backend.map_batches

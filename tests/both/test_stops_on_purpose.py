@@ -1,4 +1,4 @@
-"""A stop that an algorithm needs is no finding of why_zero; one that loses a whole term is."""
+"""why_zero ignores a stop_gradient that an algorithm needs, and reports lost terms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_summand_that_is_stopped_as_a_whole_is_a_note(gt, f):
     assert "stops the gradient of a whole summand of the loss" in text
 
 
-# --- networks beside the one that is trained ----------------------------------------------
+# --- extra networks besides the trained one -----------------------------------------------
 
 
 def networks(torch):
@@ -104,7 +104,8 @@ def test_a_layer_under_no_grad_is_no_target_network():
         "first.bias": "no_grad",
     }
     only_second = torch.optim.SGD(second.parameters(), 0.1)
-    assert not gt.why_zero(loss, optimizer=only_second)  # nobody named it, nobody steps it
+    # no argument names the first network and no optimizer updates it
+    assert not gt.why_zero(loss, optimizer=only_second)
 
 
 @pytest.mark.jax

@@ -1,4 +1,4 @@
-"""Parameters of torch.nn models and of their ports to flax and equinox find each other."""
+"""match_parameters pairs parameters of torch.nn models and of their flax and equinox ports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flax import nnx  # noqa: E402
 
 
 def random_module(module):
-    """The module with random parameters and statistics in double precision."""
+    """Return the module with random parameters and running statistics in double precision."""
     module = module.double()
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def random_module(module):
 
 
 def mapped(module, jax_params, **kwargs):
-    """The mapping, and the parameters in JAX's structure and shapes."""
+    """Return the mapping and the converted parameters after a check of their shapes."""
     mapping = match_parameters(module, jax_params, **kwargs)
     theirs = mapping.to_jax(module)
     like = jax_params if isinstance(jax_params, dict) else nnx.state(jax_params).to_pure_dict()
@@ -55,7 +55,7 @@ def conv_transpose(*args, **kwargs):
 
 
 t = torch.nn
-# name: torch's layer, flax's, the input's shape, whether channels move
+# name: PyTorch's layer, flax's layer, input shape, whether the channel axis moves
 LAYERS = {
     "linear": (lambda: t.Linear(3, 4), lambda: nn.Dense(4), (2, 3), False),
     "conv2d": (lambda: t.Conv2d(2, 5, (3, 2)), conv(5, (3, 2)), (2, 2, 7, 6), True),
@@ -89,7 +89,7 @@ LAYERS = {
 
 
 class One(nn.Module):
-    """A port that names its only layer `layer`, as a torch.nn.Sequential cannot."""
+    """A port whose only layer is named `layer`, which torch.nn.Sequential does not allow."""
 
     make: object
 
@@ -205,7 +205,8 @@ def test_modules_are_paired_by_the_longest_common_end_of_their_names():
     }
     mine = {f"{name}.weight": np.ones((3, 3)) for name in names}
     theirs = {}
-    for path in reversed(names.values()):  # the order would pair other modules
+    # the alphabetical order of the names would pair the wrong modules
+    for path in reversed(names.values()):
         place = theirs
         for key in path.split("."):
             place = place.setdefault(key, {})
@@ -220,7 +221,7 @@ def test_modules_are_paired_by_the_longest_common_end_of_their_names():
 
 
 class Recurrent(torch.nn.Module):
-    """Two layers of one kind, whose last outputs are returned."""
+    """A recurrent layer, or two stacked layers, that returns the outputs of the last layer."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -261,7 +262,7 @@ def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rn
     kind, options, make = CELLS[name]
     module, port = random_module(Recurrent(kind, **options)), make()
     x = rng.normal(size=(2, 5, 3))
-    if name == "nnx GRU":  # no second bias for the gate n
+    if name == "nnx GRU":  # flax has no second bias for the gate n
         with torch.no_grad():
             module.rnn.bias_hh_l0[8:] = 0
     if name.startswith("linen"):
@@ -274,7 +275,8 @@ def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rn
         out = port(x)
     agree(module, x, out)
     assert first_divergence(module, port, (x,), mapping)
-    if name in ("linen LSTM", "linen GRU"):  # directions are summed, gradients are not
+    # the mapping sums the two biases and their tangents, but not their gradients
+    if name in ("linen LSTM", "linen GRU"):
         assert cross_check(torch=module, jax=port, args=(x,), mapping=mapping, order=1)
 
 
@@ -331,7 +333,7 @@ def test_a_normalized_weight_is_paired_with_its_norm_and_direction(wrapper, libr
     if library == "linen":
         port, blank = Port(), Port().init(jax.random.key(0), x)
         mapping = match_parameters(module, blank)
-        out = module(torch.as_tensor(x)).detach()  # flax adds an epsilon
+        out = module(torch.as_tensor(x)).detach()  # flax adds an epsilon to the norm
         np.testing.assert_allclose(out, port.apply(mapping.to_jax(module), x), rtol=1e-9)
     else:
         port = Holder(eqx.nn.WeightNorm(eqx.nn.Linear(3, 4, key=jax.random.key(0))))

@@ -1,7 +1,8 @@
-"""A backend of a stranger: the waist's defaults hold what the two wings hold.
+"""A minimal third backend: the defaults of `Backend` pass the tests that PyTorch's backend passes.
 
-`hips_backend.py` gives the abstract members and a function with a pullback of its own; everything
-else is the defaults of `gradtools/backend.py`. The oracle is the PyTorch wing, on the same lines.
+`hips_backend.py` implements the abstract members and a function with a custom pullback; everything
+else comes from the defaults in `gradtools/backend.py`. PyTorch's backend computes the expected
+values with the same code.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def test_forward_mode_of_what_is_not_linear_is_refused_and_no_number(name):
     f = _edits(hips)[name]
     with pytest.raises(GradtoolsError, match=r"jvp: f contains .*, which has a reverse rule only"):
         hips.jvp(f, (X,), (X,))
-    assert hips.grad(f)(X).shape == X.shape  # and what was refused leaves nothing behind
+    assert hips.grad(f)(X).shape == X.shape  # the error leaves no state behind
 
 
 def test_it_gives_little():
@@ -158,7 +159,7 @@ def test_it_gives_little():
 
 
 def test_what_a_backend_must_give_is_short():
-    """The list that the page gives."""
+    """`Backend` has exactly the abstract members that the documentation lists."""
     trees, arrays = (
         {"flatten", "unflatten", "leaf_paths"},
         {"xp", "is_array", "asarray", "to_numpy"},

@@ -1,6 +1,6 @@
-"""mypy and pyright read README, the tour, the examples and typed_programs.py without complaint.
+"""mypy and pyright accept README, the tour, the examples and typed_programs.py.
 
-Of the examples only lines that call gradtools count: other libraries' types are theirs.
+In the examples only lines that call gradtools count, because the types of other libraries vary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _said(command: list[str]) -> str:
 
 
 def pages(folder: Path) -> list[Path]:
-    """Every block of README and tour as a file, once for each backend where it picks none."""
+    """Write every code block of README and the tour to a file, once for each of its backends."""
     files = []
     for block in blocks([ROOT / "README.md", ROOT / "docs" / "tour.md"]):
         namespaces = ["gradtools.torch", "gradtools.jax"]

@@ -1,4 +1,4 @@
-"""Gradients through the steps of an inner optimization, `grad(mode="forward_over_reverse")`."""
+"""Gradients through the steps of an inner optimization with `grad(mode="forward_over_reverse")`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ MODE = "forward_over_reverse"
 
 
 def repeated(gt, step, count, w):
-    """In JAX in a loop, where the compiler cannot share what is computed again."""
+    """Apply the step `count` times.
+
+    JAX runs the steps in a scan, because XLA would merge the repeated computations of a Python
+    loop.
+    """
     if gt.__name__.endswith("torch"):
         for _ in range(count):
             w = step(w)
@@ -36,7 +40,7 @@ def loss(gt, w, outer, x):
 
 
 def unrolled(gt, mode, steps, w, x):
-    """The outer loss as a function of weights of the data, of weight decay and of the start."""
+    """Return the outer loss as a function of data weights, weight decay and the initial scale."""
     inner = gt.grad(lambda w, outer, x: loss(gt, w, outer, x), mode=mode)
 
     def f(outer):
@@ -73,7 +77,7 @@ def test_first_and_second_derivatives_through_inner_steps_are_those_of_double_ba
 
 
 def peak(gt, mode, depth, steps, rows):
-    """The most bytes at once of a gradient through so many steps."""
+    """Return the peak memory in bytes of a gradient through the given number of steps."""
     f, outer = unrolled(gt, mode, steps, *problem(gt, depth, rows)), at(gt, rows)
     if gt.__name__.endswith("torch"):
         from tests.support.live_bytes import peak_bytes

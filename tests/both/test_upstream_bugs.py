@@ -1,4 +1,4 @@
-"""The page of what the frameworks get wrong says what is so, row by row."""
+"""Each row of the page of upstream bugs describes the behavior of the installed frameworks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support import upstream_reports
 from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
 
-UNSEEN = {  # which `checked` does not name: a complex silu, an error at one point alone
+UNSEEN = {  # bugs that `checked` does not report: a complex silu, an error at a single point
     ("sinc", "tangent of the gradient"),
     ("linalg.det", "gradient"),
     ("linalg.det", "tangent"),
@@ -21,7 +21,7 @@ UNSEEN = {  # which `checked` does not name: a complex silu, an error at one poi
     ("row", "wrong"), SHOWN, ids=lambda x: x if isinstance(x, str) else x.operation
 )
 def test_plain_pytorch_is_wrong_and_checked_names_a_wrong_number(row, wrong):
-    """Where plain PyTorch is right, upstream has fixed it: take it out of the table."""
+    """If plain PyTorch is right, upstream has fixed the bug: remove the row from the table."""
     found = row_of(row, wrong)
     assert found.plain != RIGHT
     if (row.operation, wrong) not in UNSEEN:
@@ -42,4 +42,5 @@ def test_the_reports_are_what_their_script_writes():
 def test_a_report_shows_a_wrong_number(report):
     printed = (upstream_reports.FOLDER / f"{report.name}.md").read_text("utf-8")
     given, expected = map(float, re.findall(r"^[\w ]+: (\S+)$", printed, re.MULTILINE))
-    assert not abs(given - expected) <= 1e-3 * max(1, abs(expected))  # true for NaN
+    # `not x <= y` is also true if x is NaN
+    assert not abs(given - expected) <= 1e-3 * max(1, abs(expected))

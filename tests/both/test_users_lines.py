@@ -1,4 +1,4 @@
-"""Warnings and errors point at the line of the user's that they are about."""
+"""Warnings and tracebacks point at the user's line that caused them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OWN = os.path.dirname(gradtools.__file__) + os.sep
 
 
 def line() -> int:
-    """The line of the call."""
+    """Return the line number of the caller."""
     return sys._getframe(1).f_lineno
 
 
 def said(call):
-    """The one warning of a call."""
+    """Run the call and return its only warning."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", GradtoolsWarning)
         call()
@@ -35,7 +35,7 @@ def said(call):
 
 
 def shown(error):
-    """The files of the frames of an error, and of those that it comes from."""
+    """Return the file names of an error's traceback and of the tracebacks of its causes."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return files + (shown(cause) if cause is not None else [])
@@ -43,7 +43,7 @@ def shown(error):
 
 @pytest.mark.sweep_at("jax")
 def test_the_traceback_of_a_bad_call_has_no_frame_of_gradtools_and_fits_a_screen(gt, backend_name):
-    """Of each of the table's, which holds every public function."""
+    """Every public function in the table of bad calls is tested."""
     for name, call in BAD.items():
         with pytest.raises(Exception) as caught:
             call(gt, lambda x: lift(backend_name, x))
@@ -69,7 +69,7 @@ def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
 def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
     rule = gt.custom_rule(lambda x: x * x)
-    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # no tuple
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # not a tuple
     for out in (rule, gt.frozen(torch.nn.Linear(3, 3))):
         with pytest.raises(GradtoolsError, match=r"expected a tuple|are constants") as caught:
             out(torch.ones(3, requires_grad=True)).sum().backward()

@@ -1,1 +1,1 @@
-"""The rig that a backend is held to."""
+"""Conformance tests that every backend must pass."""

@@ -1,7 +1,8 @@
-"""What custom rules can do: every way of giving one, in every transform, in both backends.
+"""The support matrix of custom rules: every kind of rule in every transform, in both backends.
 
-A cell that is not named here works, with the numbers of the way's closed form. One that does not
-is named with the error that it raises. `tests/conformance/test_support_matrix.py` runs the cells.
+A cell that is not listed here works and matches the closed form of its rule. A cell that does not
+work is listed with the error that it raises. `tests/conformance/test_support_matrix.py` runs the
+cells.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from tests.conformance.support_ways import WAYS, Way
 
 @dataclass(frozen=True)
 class Refusal:
-    """Cells that raise.
+    """Cells of the matrix that raise an error.
 
     Attributes:
-        reason: Why, in the table's words.
-        error: The name of the error's type.
-        words: A pattern that its message has.
-        transforms: Patterns of the transforms' names.
-        ways: Patterns of the ways' names.
-        backend: Where; None for both.
-        bug: Whether gradtools should not refuse, or should refuse by another error.
+        reason: The reason that the table prints.
+        error: The name of the exception type.
+        words: A regular expression that the message matches.
+        transforms: Patterns of names of transforms.
+        ways: Patterns of names of rules.
+        backend: The backend that raises; None for both.
+        bug: Whether the cell should work or should raise another error.
     """
 
     reason: str
@@ -37,7 +38,7 @@ class Refusal:
     bug: bool = False
 
     def holds(self, backend: str, transform: Transform, way: Way) -> bool:
-        """Whether this cell is one of them."""
+        """Return whether this refusal applies to the cell of the backend, transform and rule."""
         return (
             self.backend in (None, backend)
             and any(fnmatchcase(transform.name, p) for p in self.transforms)
@@ -76,7 +77,7 @@ BUGS: tuple[Refusal, ...] = (
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "they break the graph of torch.compile, which fullgraph=True forbids",
+        "these rules break the graph, which fullgraph=True forbids",
         "Unsupported",
         r"torch\.compiler\.disable",
         ("*compiled*",),
@@ -84,7 +85,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="torch",
     ),
     Refusal(
-        "gradcheck maps forward mode by autograd's vmap, which cannot enter a derivative",
+        "gradcheck uses autograd's vmap, which does not support nested derivatives",
         "GradcheckError",
         "Batching rule not implemented for aten::_unpack_dual|does not support, or branches",
         ("gradcheck",),
@@ -100,7 +101,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _DOUBLE_BACKWARD_ONLY,
     ),
     Refusal(
-        "JAX cannot save a complex array by a checkpoint's policy",
+        "a JAX checkpoint policy cannot save a complex array",
         "TypeError",
         "reduce_precision does not accept dtype complex128",
         ("checkpoint with a policy",),
@@ -108,7 +109,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="jax",
     ),
     Refusal(
-        "JAX cannot export what calls back into Python",
+        "JAX cannot export callbacks into Python",
         "NotImplementedError",
         "serialization of host_callbacks",
         ("export of the value",),
@@ -116,7 +117,7 @@ REFUSALS: tuple[Refusal, ...] = (
         backend="jax",
     ),
     Refusal(
-        "JAX cannot export what calls back into Python",
+        "JAX cannot export callbacks into Python",
         "NotImplementedError",
         "serialization of host_callbacks",
         ("export of the gradient",),
@@ -142,7 +143,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-# One of each kind.
+# One rule of each kind.
 PLAIN_WAYS = (
     "defvjp",
     "defjvp",
@@ -150,8 +151,8 @@ PLAIN_WAYS = (
     "matrix, defvjp",
     "host: double backward",
 )
-# Slow to compile, and made of derivatives that other transforms ask of every way: in JAX these
-# are run for the plain ways alone.
+# Slow transforms; other transforms test their derivatives for every rule. JAX runs them for
+# PLAIN_WAYS only.
 THINNED = (
     "check_grads, order 3",
     "custom_root",
@@ -162,12 +163,12 @@ THINNED = (
 
 
 def left_out(backend: str, transform: Transform, way: Way) -> bool:
-    """Whether a cell is not run, because it would take long."""
+    """Return whether the cell is skipped because it is slow."""
     return backend == "jax" and transform.name in THINNED and way.name not in PLAIN_WAYS
 
 
 def transforms(backend: str) -> tuple[Transform, ...]:
-    """Those that the backend has."""
+    """Return the transforms of a backend."""
     if backend == "torch":
         from tests.conformance.support_transforms_torch import TORCH
 
@@ -178,14 +179,14 @@ def transforms(backend: str) -> tuple[Transform, ...]:
 
 
 def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
-    """All of a backend's that are run."""
+    """Yield all cells of a backend that are run."""
     for transform, way in all_cells(backend):
         if not left_out(backend, transform, way):
             yield transform, way
 
 
 def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
-    """Without those that ask for a function of two arguments of one."""
+    """Yield all cells of a backend; a transform of two arguments needs a rule with `halves`."""
     for transform in transforms(backend):
         for way in WAYS.values():
             if way.halves is not None or not transform.halves:
@@ -193,13 +194,13 @@ def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
 
 
 def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Why a cell does not work; None where it does."""
+    """Return the reason why a cell does not work, or None if it works."""
     cell = (backend, transform, way)
     return next((bug for bug in BUGS if bug.holds(*cell)), None) or wanted_of(*cell)
 
 
 def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """What the cell should raise, were there no bugs; None where it should work."""
+    """Return the error that a cell should raise without known bugs, or None if it should work."""
     if way.order < transform.order:
         return _BEYOND
     return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)

@@ -1,7 +1,7 @@
-"""Transforms of a function that has a rule, each beside what must come out.
+"""Transforms of a function with a custom rule, each with its expected result.
 
-A transform gets a `Case` and yields pairs of what was found and what was expected. The expected
-number comes from the way's closed form by sums and products of NumPy alone.
+A transform takes a `Case` and yields pairs of a computed and an expected value. The expected value
+comes from the closed form of the rule and uses only sums and products of NumPy.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Transform:
     """One row of the matrix.
 
     Attributes:
-        name: What the table calls it.
-        order: How many derivatives it takes.
-        run: What is done.
-        backend: The one that has it; None for both.
+        name: The name in the table.
+        order: The order of its derivatives.
+        run: Yields the pairs of computed and expected values.
+        backend: The only backend that has the transform; None for both.
         halves: Whether it needs a function of two arguments.
     """
 
@@ -41,7 +41,7 @@ class Transform:
 
 
 class Case:
-    """A way in one backend, with points, directions, and exact results."""
+    """A rule in one backend, with points, directions and exact results."""
 
     def __init__(self, gt: Any, backend: str, way: Way) -> None:
         self.gt, self.native, self.way = gt, NATIVE[backend], way
@@ -59,11 +59,11 @@ class Case:
 
     @property
     def loss(self) -> Callable[[Any], Any]:
-        """A scalar of a vector."""
+        """Return a scalar-valued loss of a vector."""
         c, f = self.array(self.C), self.f
         return lambda x: (f(x) * c).sum()
 
-    # --- what must come out, at x
+    # --- expected values at x
 
     def value(self, x: np.ndarray) -> np.ndarray:
         return self.way.at(x)[0]
@@ -83,7 +83,7 @@ class Case:
     def each(self, what: Callable[[np.ndarray], np.ndarray], many: np.ndarray) -> np.ndarray:
         return np.array([what(x) for x in many])
 
-    # --- a loop's body, which keeps the vector's length
+    # --- the body of a loop, which preserves the length of the vector
 
     def body(self, x: Any) -> Any:
         tail = x * 0.5
@@ -97,7 +97,7 @@ class Case:
         return 0.5 * x + 0.1 * d[0], 0.5 * np.eye(len(x)) + 0.1 * d[1], 0.1 * d[2]
 
     def loop_at(self, x: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Value, Jacobian and second derivative of the body applied again and again."""
+        """Return value, Jacobian and second derivative of the body applied `times` times."""
         n = len(x)
         y, j, h = x, np.eye(n), np.zeros((n, n, n))
         for _ in range(times):
@@ -108,7 +108,7 @@ class Case:
 
 
 def nth(api: Any, mix: str, f: Any, x: Any, along: list[Any]) -> Any:
-    """A derivative of f along as many directions; the mix's first letter is the outermost."""
+    """Nested derivatives of f along the directions; the first letter of `mix` is the outermost."""
     if not mix:
         return f(x)
     inner = lambda x: nth(api, mix[1:], f, x, along[1:])
@@ -238,7 +238,7 @@ def _vmap_vmap_grad(c: Case) -> Pairs:
 
 
 def _vmap_cotangents(c: Case) -> Pairs:
-    """The residuals are shared, the cotangents are not."""
+    """vmap over cotangents with shared residuals."""
     _, pullback = c.native.vjp(c.f, c.arrays[0])
     cts = np.array([c.C, c.C[::-1], 2 * c.C])
     yield c.native.vmap(lambda ct: pullback(ct)[0])(c.array(cts)), cts @ c.D[1]
@@ -271,7 +271,7 @@ def _halves_at(c: Case, xs: np.ndarray, ps: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _vmap_partly(c: Case) -> Pairs:
-    """One argument is batched and the other is shared, inside and outside of the derivative."""
+    """vmap over one of two arguments, inside and outside of the derivative."""
     assert c.way.halves is not None
     f, ct = c.way.halves(c.gt), c.array(c.C)
     loss = lambda x, p: (f(x, p) * ct).sum()
@@ -310,7 +310,7 @@ def _push(api: Any, c: Case) -> Any:
 
 
 def _grad_of_compiled(c: Case) -> Pairs:
-    """The value is compiled; the derivative is taken outside."""
+    """The derivative of a compiled function."""
     loss = c.native.jit(c.loss)
     yield c.gt.grad(loss)(c.arrays[0]), c.gradient(c.X)
 

@@ -1,4 +1,4 @@
-"""JAX's own transforms of a function that has a rule; see `support_transforms`."""
+"""Transforms of JAX itself, applied to functions with custom rules; see `support_transforms`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _linearize(c: Case) -> Pairs:
 
 
 def _linear_transpose(c: Case) -> Pairs:
-    """The pushforward is linear, so it has a transpose: J^T, without a conjugate."""
+    """The transpose of the linear pushforward is J^T, without conjugation."""
     _, push = jax.linearize(c.f, c.arrays[0])
     yield jax.linear_transpose(push, c.arrays[0])(c.array(c.C))[0], c.gradient(c.X)
     pushed = lambda dx: jax.jvp(c.f, c.arrays[:1], (dx,))[1]
@@ -99,7 +99,7 @@ def _shard(c: Case, check: bool, order: int) -> Pairs:
 
 
 def _shard_shared(c: Case, check: bool) -> Pairs:
-    """The second argument is the same on every device, so its cotangent is a sum over them."""
+    """The second argument is replicated, so its cotangent is summed over the devices."""
     assert c.way.halves is not None
     f, ct = c.way.halves(c.gt), c.array(c.C)
     xs, p = c.many[:, :3], c.X[3:]
@@ -127,7 +127,7 @@ def _shard_shared(c: Case, check: bool) -> Pairs:
 
 
 def _solution(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """y with y + B(y) = x, B the loop's body, and dy/dx."""
+    """Return y with y + B(y) = x, where B is the body of the loop, and dy/dx."""
     y = np.zeros_like(c.X)
     for _ in range(200):
         value, jacobian, _ = c.body_at(y)
@@ -156,7 +156,7 @@ def _custom_root(c: Case) -> Pairs:
 
 
 def _custom_linear_solve(c: Case) -> Pairs:
-    """(I + J(x)) y = b with the matrix known through the pushforward alone."""
+    """Solve (I + J(x)) y = b, where the matrix is available only through the pushforward."""
     eye = np.eye(c.way.size)
     matrix = eye + c.body_at(c.X)[1]
 
@@ -175,7 +175,8 @@ def _export(order: int) -> Any:
     def run(c: Case) -> Pairs:
         f = jax.jit(c.f if order == 0 else jax.grad(c.loss))
         exported = jax.export.export(f)(c.arrays[0])
-        if find_spec("flatbuffers") is not None:  # JAX serialises by it, and does not require it
+        # JAX serializes exports with flatbuffers, which is an optional dependency
+        if find_spec("flatbuffers") is not None:
             exported = jax.export.deserialize(exported.serialize())
         yield exported.call(c.arrays[0]), c.D[0] if order == 0 else c.gradient(c.X)
 

@@ -1,4 +1,4 @@
-"""PyTorch's own transforms of a function that has a rule; see `support_transforms`."""
+"""Transforms of PyTorch itself for functions with custom rules; see `support_transforms`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def _leaf(c: Case) -> torch.Tensor:
 
 
 def _autograd_grad(order: int) -> Any:
-    """Of the loss L; then of x L'; then of x (x L')'. The x holds on to the graph of zeros."""
+    """Differentiate the loss L, then x L', then x (x L')'.
+
+    The factor x keeps the graph connected where a gradient is zero.
+    """
 
     def run(c: Case) -> Pairs:
         x = _leaf(c)
@@ -57,7 +60,8 @@ def _dual_over_reverse(c: Case) -> Pairs:
     with forward_ad.dual_level():
         x = forward_ad.make_dual(_leaf(c), c.arrays[1])
         (g,) = torch.autograd.grad(c.loss(x), x, create_graph=True)
-        found = forward_ad.unpack_dual(g).tangent  # None where PyTorch knows that it is zero
+        # PyTorch returns None for a tangent that it can prove to be zero
+        found = forward_ad.unpack_dual(g).tangent
         yield torch.zeros_like(g) if found is None else found, c.hessian(c.X) @ c.V
 
 
@@ -128,7 +132,7 @@ def _gradgradcheck(c: Case) -> Pairs:
 
 
 def _compiled_backward(c: Case) -> Pairs:
-    """`.backward()` outside of the compiled value."""
+    """`.backward()` outside of the compiled function."""
     x = _leaf(c)
     c.native.jit(c.loss)(x).backward()
     yield x.grad, c.gradient(c.X)

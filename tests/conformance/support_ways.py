@@ -1,8 +1,8 @@
-"""Ways of giving a function its rule, each with its exact derivatives.
+"""Ways to define a custom rule, each with exact derivatives.
 
-A way is a function from a vector to a vector. Its value hides from the framework what it
-computes, so that a rule that is dropped shows as a derivative of zero. The derivatives come from
-closed forms of NumPy: `way.at(x)` gives value, Jacobian, second and third derivative.
+A `Way` makes a function from a vector to a vector. The function hides its computation from the
+framework, so a rule that is dropped shows as a zero derivative. `way.at(x)` returns the value and
+the first, second and third derivative from closed forms in NumPy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Derivatives = Callable[[np.ndarray], list[np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way of giving a rule.
+    """One way to define a custom rule.
 
     Attributes:
-        name: What the table calls it.
-        make: From the namespace of a backend to the function of a vector.
+        name: The name in the table.
+        make: Maps the namespace of a backend to the function of a vector.
         at: Value and first three derivatives of that function.
-        size: How long the vector is.
-        order: The highest order that the rule gives.
+        size: The length of the vector.
+        order: The highest order of derivative that the rule supports.
         host: Whether the value comes from a kernel of NumPy arrays.
-        halves: From the namespace to a function of the vector's two halves, where there is one.
+        halves: Maps the namespace to a function of the two halves of the vector, or is None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Way:
 
 
 def elementwise(*derivatives: Callable[[Any], Any]) -> Derivatives:
-    """Of y_i = f(x_i): diagonals of f, f', f'' and f'''."""
+    """Derivatives of y_i = f(x_i): the diagonals are f, f', f'' and f'''."""
 
     def at(x: np.ndarray) -> list[np.ndarray]:
         n = len(x)
@@ -58,11 +58,11 @@ def elementwise(*derivatives: Callable[[Any], Any]) -> Derivatives:
     return at
 
 
-Terms = Sequence[tuple[float, tuple[int, ...]]]  # a sum of coefficient times product of variables
+Terms = Sequence[tuple[float, tuple[int, ...]]]  # a sum of products of a coefficient and variables
 
 
 def polynomial(*outputs: Terms) -> Derivatives:
-    """Of polynomials, by the rule for a power; of each point once."""
+    """Derivatives of polynomials by the power rule, cached for each point."""
 
     @cache
     def at(point: tuple[float, ...]) -> list[np.ndarray]:
@@ -88,7 +88,7 @@ def _product(x: np.ndarray, variables: tuple[int, ...], by: tuple[int, ...]) -> 
 
 
 def of_complex(factors: Sequence[tuple[complex, complex]], slope: float) -> Derivatives:
-    """Of Re f + slope Im f, f the product of the factors a x + b, with x real."""
+    """Derivatives of Re f + slope Im f for real x; f is the product of the factors a x + b."""
     p = np.polynomial.Polynomial([1.0])
     for a, b in factors:
         p = p * np.polynomial.Polynomial([b, a])
@@ -104,16 +104,16 @@ CUBE = elementwise(lambda x: x**3, lambda x: 3 * x**2, lambda x: 6 * x, lambda x
 EXP = elementwise(np.exp, np.exp, np.exp, np.exp)
 SINH = elementwise(np.sinh, np.cosh, np.sinh, np.cosh)
 SIN = elementwise(np.sin, np.cos, lambda x: -np.sin(x), lambda x: -np.cos(x))
-# x_i sum_j p_j x_j^2, where the vector is x and p: its Jacobian is not symmetric.
+# x_i sum_j p_j x_j^2, where the vector is (x, p); the Jacobian is not symmetric.
 WEIGHED = polynomial(*[[(1.0, (i, 3 + j, j, j)) for j in range(3)] for i in range(3)])
-# a_i b_i, and b_i sum_j a_j
+# The outputs a_i b_i and b_i sum_j a_j.
 TREES = polynomial(
     *[[(1.0, (i, 3 + i))] for i in range(3)],
     *[[(1.0, (3 + i, j)) for j in range(3)] for i in range(3)],
 )
 
 
-# --- rules of framework code -------------------------------------------------------------
+# --- rules written in framework code -----------------------------------------------------
 
 
 def cube_vjp(gt: Any) -> Any:
@@ -265,7 +265,7 @@ NON_HOLOMORPHIC = of_complex([(_A, _B)] * 2 + [(np.conj(_A), np.conj(_B))], 2)
 
 
 def holomorphic_vjp(gt: Any) -> Any:
-    """z^3, whose J is multiplication by 3 z^2."""
+    """z^3 with the rule of a holomorphic function: J multiplies by 3 z^2."""
     f = gt.custom_rule(lambda z: gt.stop_gradient(z) ** 3)
     f.defvjp(lambda z: (z**3, z), lambda z, c: (gt.xp.conj(3 * z**2) * c,))
     return f
@@ -346,18 +346,18 @@ def no_cotangent_for_one(gt: Any) -> Any:
 
 
 def marked(gt: Any) -> Any:
-    """A function whose argument and result are marked."""
+    """Return a function whose argument and result are marked with `retain_gradient`."""
     return lambda x: gt.retain_gradient(gt.retain_gradient(x, "x") ** 3, "y")
 
 
 def retained(gt: Any) -> Any:
-    """The gradient at a marked value, as a function: that of sum y^4 / 4 at y = x."""
+    """Return the gradient at a marked value as a function: the gradient of sum y^4 / 4 at y = x."""
     f = gt.retained_gradients(lambda x: (gt.retain_gradient(x, "y") ** 4).sum() / 4, argnums=())
     return lambda x: f(x)[2]["y"]
 
 
 def implicit(gt: Any) -> Any:
-    """z = x^3 as the solution of an equation."""
+    """Return z = x^3 as the implicit solution of z - x^3 = 0."""
     return gt.implicit_solution(lambda z, x: z - x**3, lambda x: gt.stop_gradient(x) ** 3, "dense")
 
 
@@ -365,7 +365,7 @@ FIRST_CUBED = polynomial(*[[(1.0, (i, i, i))] for i in range(3)])
 
 
 def of_halves(make: Any) -> Any:
-    """The function of one vector from a function of its two halves."""
+    """Return a function of one vector that calls the function of its two halves."""
 
     def made(gt: Any) -> Any:
         f = make(gt)
@@ -386,7 +386,7 @@ def _cubed(x: Any) -> Any:
 
 
 def host_cube(gt: Any) -> Any:
-    """The model: forward, backward and double backward are kernels."""
+    """cube as host kernels for the forward, backward and double-backward passes."""
     cube = gt.host_function(_cubed)
     back = gt.host_function(lambda x, c: 3 * x**2 * c)
     twice = gt.host_function(_cube_twice, out=lambda x, c, v: (x, c))
@@ -400,7 +400,7 @@ def _cos(x: Any) -> Any:
 
 
 def host_sin(gt: Any) -> Any:
-    """Two kernels that are each other's derivative."""
+    """Two host kernels, each of which is the derivative of the other up to sign."""
     sin = gt.host_function(lambda x: np.sin(x))
     cos = gt.host_function(_cos, vectorized=True)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (cos(x) * c,))
@@ -409,7 +409,7 @@ def host_sin(gt: Any) -> Any:
 
 
 def host_exp_jvp(gt: Any) -> Any:
-    """A kernel whose forward rule is itself."""
+    """A host kernel that is its own derivative."""
     exp = gt.host_function(lambda x: np.exp(x))
 
     @exp.defjvp
@@ -438,7 +438,7 @@ def host_cube_framework_rule(gt: Any) -> Any:
 
 
 def kernel_inside_a_custom_rule(gt: Any) -> Any:
-    """custom_rule around a kernel that has no rule of its own."""
+    """A custom_rule around a host kernel without a rule."""
     kernel = gt.host_function(_cubed)
     f = gt.custom_rule(lambda x: kernel(x))
     f.defvjp(lambda x: (kernel(x), x), lambda x, c: (3 * x**2 * c,))

@@ -1,4 +1,4 @@
-"""Compositions of operators that were once wrong or refused, each in its least program."""
+"""Compositions of operators that used to fail or return wrong numbers, as minimal programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_forward_jacobian_is_taken_where_entries_share_memory(gt):
 
 
 def test_a_tangent_is_pushed_where_entries_share_memory(gt):
-    """As they do in the gradient of a sum."""
+    """The gradient of a sum is an expanded array whose entries share memory."""
     x = gt.grad(gt.xp.sum)(array(gt, 2, 3))
     _, pushed = gt.jvp(lambda x: x**3, (x,), (array(gt, 2, 3),))
     np.testing.assert_allclose(gt.to_numpy(pushed), 3 * gt.to_numpy(array(gt, 2, 3)), rtol=1e-12)
@@ -39,7 +39,7 @@ def test_a_forward_jacobian_is_pushed_along(gt):
 
 @pytest.mark.slow_at("jax")
 def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
-    """The edit would be applied to each of two parts of a cotangent, and not to their sum."""
+    """The edit would be applied to two parts of a cotangent separately instead of to their sum."""
     x, y = array(gt, 3), array(gt, 3) + 1
     for edit in (
         lambda x: gt.clip_gradient(x, max_norm=0.45),
@@ -69,7 +69,7 @@ def test_in_pytorch_an_edit_in_a_frozen_function_is_differentiated_along_its_cot
 
 
 def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, backend_name):
-    """What torch.func unwraps is one tensor under two names, which PyTorch refuses to save."""
+    """torch.func unwraps x into one tensor with two names, which PyTorch refuses to save."""
     x = array(gt, 3)
     f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2)
     if backend_name == "torch":
@@ -82,7 +82,7 @@ def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, ba
 
 @pytest.mark.sweep_at("jax")
 def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(gt):
-    """PyTorch's wing transposed its pullback, in silence."""
+    """PyTorch's backend used to transpose the pullback silently."""
     x = array(gt, 3)
     f = gt.chunked(lambda x: gt.clip_gradient(x, max_norm=0.45) ** 2, 2)
     loss = lambda x: 100.0 * gt.xp.sum(f(x) ** 2)
@@ -97,7 +97,7 @@ def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(g
 
 
 def test_a_frozen_host_function_has_a_second_derivative(gt):
-    """Its jvp, which is a transposed vjp, met saved-tensor hooks in PyTorch."""
+    """The jvp of a frozen host function is a transposed vjp, which used to run saved hooks."""
     sin = gt.host_function(np.sin)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (gt.xp.cos(x) * c,))
     x = array(gt, 3)
@@ -109,7 +109,7 @@ def test_a_frozen_host_function_has_a_second_derivative(gt):
 
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
 def test_a_second_derivative_inside_a_checkpoint_is_right(gt, mode):
-    """torch.utils.checkpoint computes f again in the midst of f, and loses the tangent."""
+    """torch.utils.checkpoint recomputes f during its differentiation and loses the tangent."""
     x = array(gt, 3)
     power = lambda x: gt.xp.sum((x * x) * (x * x))
     found = gt.checkpoint(lambda x: gt.hvp(power, (x,), (x,), mode)[1][0])(x)
@@ -118,7 +118,7 @@ def test_a_second_derivative_inside_a_checkpoint_is_right(gt, mode):
 
 @pytest.mark.sweep_at("jax")
 def test_what_rows_share_is_clipped_once_and_their_own_is_clipped_each(gt):
-    """As vmap has it: what does not depend on the row is computed once, and so is its edit."""
+    """As under vmap, a value that does not depend on the row is computed and clipped once."""
     w, rows = array(gt, 2), array(gt, 3, 2)
     by_clip = lambda w: gt.clip_gradient(w, max_norm=1e-3)
     outside = gt.grad(lambda w: gt.xp.sum(gt.vmap(lambda x: by_clip(w) * x)(rows)))(w)

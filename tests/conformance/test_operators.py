@@ -1,11 +1,12 @@
-"""Every operator on every program, against the plain framework: `torch.func` or `jax`.
+"""Every operator on every program, compared with plain `torch.func` or `jax`.
 
-The programs are the records of `scenario_table.py`. A program becomes a loss with fixed weights w,
+The programs are the records of `scenario_table.py`. Each program f becomes the loss
 
     L(x) = sum over outputs of Re<w, y> + |y|^2 / 2,    y = f(x)
 
-of its floating leaves. `Plain` takes the derivatives of it by the framework's own transforms, in
-gradtools' complex convention; each operator is one function of the case, beside what it must be.
+of its floating-point leaves x, with fixed weights w. `Plain` computes derivatives of the loss with
+the framework's own transforms in the complex convention of gradtools. Each operator is one function
+of the case that yields its results and the expected values.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 Pairs = Iterator[tuple[Any, Any]]
 SCALE = 0.6
-# PyTorch's tangent of these has a wrong derivative (torch#192540).
+# PyTorch computes a wrong derivative of the tangent of these programs (torch#192540).
 WRONG_TANGENTS = ("solve", "determinant", "log determinant")
-UNMAPPED = ("a branch on values",)  # no vmap and no jit
+UNMAPPED = ("a branch on values",)  # programs that support neither vmap nor jit
 
 
 class Case:
-    """A program in one backend, at its floating leaves, with directions and the loss."""
+    """A program in one backend with its floating-point leaves, directions and loss."""
 
     def __init__(self, backend: str, program: Scenario, dtype: str | None = None) -> None:
         self.gt, self.backend, self.program = (
@@ -54,7 +55,7 @@ class Case:
         self.ws = [self.draw(y, 3) for y in self.f(*self.xs)]
 
     def draw(self, like: Any, seed: int) -> Any:
-        """Independent normal numbers of the shape and dtype of an array."""
+        """Return independent normal numbers of the shape and dtype of an array."""
         rng = np.random.default_rng([seed, *like.shape])
         drawn = rng.standard_normal(tuple(like.shape))
         if self._waist.is_complex(like):
@@ -62,14 +63,14 @@ class Case:
         return self._waist.cast(self.gt.asarray(np.asarray(drawn)), like)
 
     def f(self, *xs: Any) -> list[Any]:
-        """The floating outputs at these leaves."""
+        """Return the floating-point outputs of the program at the given leaves."""
         left = iter(xs)
         full = [next(left) if m else x for x, m in zip(self._all, self._moving, strict=True)]
         out = self.program.bind(self.gt)(*self._waist.unflatten(self._tree, full))
         return [y for y in self._waist.flatten(out)[0] if self._waist.is_inexact(y)]
 
     def total(self, ys: list[Any]) -> Any:
-        """The loss of some outputs."""
+        """Return the loss of the outputs ys."""
         xp, is_complex = self.gt.xp, self._waist.is_complex
         return sum(
             xp.sum(
@@ -83,7 +84,7 @@ class Case:
 
 
 class Plain:
-    """The framework's own derivatives of a case's loss and outputs."""
+    """Derivatives of the loss and outputs of a case, computed by the framework itself."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.native = case, NATIVE[case.backend]
@@ -94,7 +95,7 @@ class Plain:
         return [self.case.gt.xp.conj(x) if "complex" in str(x.dtype) else x for x in xs]
 
     def gradient(self, loss: Any, xs: list[Any]) -> list[Any]:
-        """df/dRe + i df/dIm, which in JAX is the conjugate of its gradient."""
+        """Return df/dRe + i df/dIm, the conjugate of JAX's gradient."""
         out, pullback = self.native.vjp(loss, *xs)
         found = pullback(self.case.gt.xp.ones_like(out))
         return self._conj(found) if self.case.backend == "jax" else list(found)
@@ -110,7 +111,7 @@ class Plain:
         return self.native.jvp(self.case.f, tuple(self.case.xs), tuple(self.case.ts))[1]
 
     def product(self) -> list[Any]:
-        """The Hessian times ts, by the gradient of Re<gradient, ts>."""
+        """Return the Hessian times ts as the gradient of Re<gradient, ts>."""
         c, xp = self.case, self.case.gt.xp
 
         def along(*xs: Any) -> Any:
@@ -165,7 +166,7 @@ def _second(c: Case, p: Plain) -> Pairs:
 
 
 def _matrices(c: Case, p: Plain) -> Pairs:
-    """J t and H t by the matrices; of a function of real arrays."""
+    """Compare the products J t and H t with the full matrices, for real arguments."""
     if any("complex" in str(x.dtype) for x in c.xs) or c.program.name in UNMAPPED:
         return
     times = lambda row: sum(
@@ -179,7 +180,7 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 
 def _same(c: Case, p: Plain) -> Pairs:
-    """Operators that change no number, to second order."""
+    """Operators that keep the values and derivatives of f unchanged, up to second order."""
     if c.backend == "jax" and c.program.name in UNMAPPED:
         return
     wraps = {
@@ -197,7 +198,7 @@ def _same(c: Case, p: Plain) -> Pairs:
 
 
 def _edits(c: Case, p: Plain) -> Pairs:
-    """The edits of the arguments: a factor, or what stands in the place of a gradient."""
+    """Gradient edits of the arguments: each scales or replaces the gradient."""
     gt, product = c.gt, p.product()
     edits: dict[str, tuple[Any, float]] = {
         "reverse": (lambda x: gt.reverse_gradient(x, SCALE), -SCALE),
@@ -217,7 +218,7 @@ def _edits(c: Case, p: Plain) -> Pairs:
 
 
 def _players(c: Case, p: Plain) -> Pairs:
-    """L(x) s for a player x that minimizes and a player s that maximizes; and a mixed partial."""
+    """L(x) s for a minimizing player x and a maximizing player s; a mixed partial derivative."""
     one, n = c.gt.asarray(np.asarray(1.5)), len(c.xs)
     game = c.gt.minimax_value_and_grad(lambda *a: c.loss(*a[:-1]) * a[-1], c.argnums, n)
     value, grads = game(*c.xs, one)
@@ -234,7 +235,7 @@ def _players(c: Case, p: Plain) -> Pairs:
 
 
 def _batches(c: Case, p: Plain) -> Pairs:
-    """Two examples: x and 0.9 x; sums over them by chunks, one by one, and by vmap."""
+    """Sums over the examples x and 0.9 x, computed in chunks, one by one, and with vmap."""
     if c.program.name in UNMAPPED:
         return
     gt, xp = c.gt, c.gt.xp
@@ -272,7 +273,7 @@ ORDERS = {"second order": 2, "matrices": 2, "recomputed": 2, "edits": 2, "player
 
 
 def near(found: Any, expected: Any, allowed: float) -> None:
-    """Leaf by leaf, relative to the largest entry of all leaves or one."""
+    """Compare leaf by leaf, relative to max(1, the largest entry of all expected leaves)."""
     found, expected = (leaves(lower(list(x))) for x in (found, expected))
     assert len(found) == len(expected)
     size = max([1.0, *(float(np.abs(y).max(initial=0)) for y in expected)])
@@ -324,7 +325,7 @@ def test_an_operator_is_compiled_and_mapped(backend_name, name, operator):
 
 
 def at(case: Case, xs: Any) -> Case:
-    """The case at other, maybe traced, leaves."""
+    """Return a copy of the case with other leaves, which may be tracers."""
     other = object.__new__(Case)
     vars(other).update(vars(case), xs=list(xs))
     return other

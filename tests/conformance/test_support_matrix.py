@@ -1,8 +1,8 @@
-"""The cells of the matrix of own rules, those that are refused too.
+"""The cells of the support matrix of custom rules, including the cells that raise errors.
 
-Each way in the plain transforms, each transform in the plain ways, one in three of them quick, of
-those that take long to compile one in four, and of all others one in sixteen, in which each way and
-each transform has its turn; the rest are a sweep (`pytest -m sweep`).
+Plain rules run in every transform and every rule runs in the plain transforms: one cell in three is
+quick, and one in four if it is slow to compile. Of all other cells one in sixteen runs, in turn
+over rules and transforms; the rest are a sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.tiers import in_turn
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
-# The ways that are not plain run in these transforms alone unless slow tests are wanted.
+# Rules outside of PLAIN_WAYS run only in these transforms, except in slow tests.
 PLAIN_TRANSFORMS = (
     "value",
     "gt.grad",
@@ -38,9 +38,9 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
-# Set in the process of several devices, which runs the cells of shard_map of the plain ways.
+# Set in the subprocess with several devices, which runs shard_map with the plain rules.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
-# Words of the transforms that take long to compile: they are slow in the plain ways, too.
+# Words in the names of transforms that compile slowly; their cells are slow tests.
 SLOW_WORDS = {
     "torch": ("compiled",),
     "jax": (
@@ -79,12 +79,13 @@ def run(backend: str, transform: Transform, way: Way) -> None:
     case = Case(importlib.import_module(f"gradtools.{backend}"), backend, way)
     eager = backend == "torch" and "compiled" not in transform.name
     try:
-        for _ in range(3 if eager else 1):  # a known signature takes a shorter way through a rule
+        # a cached signature takes a faster path through the rule
+        for _ in range(3 if eager else 1):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", DisconnectedInputWarning)
                 found = [*transform.run(case)]
             assert found
-            # A derivative that is constant has itself a gradient of zero, of which grad warns.
+            # A constant derivative has a zero gradient, about which grad warns.
             warned = any(issubclass(w.category, DisconnectedInputWarning) for w in caught)
             assert not warned or any(not np.any(expected) for _, expected in found)
             for y, expected in found:
@@ -97,7 +98,7 @@ def run(backend: str, transform: Transform, way: Way) -> None:
 
 
 def _leave_levels() -> None:
-    """A compilation that fails within forward mode leaves PyTorch's level open."""
+    """Exit the level that PyTorch leaves open if a compilation fails in forward mode."""
     import torch
     from torch._functorch import eager_transforms
     from torch.autograd import forward_ad
@@ -133,7 +134,7 @@ def test_the_closed_forms_are_each_others_differences():
 
 
 def test_a_cell_that_gives_another_number_fails():
-    """The control: a wrong rule, a dropped rule and a wrong shape are all seen."""
+    """Control: a wrong rule, a dropped rule and a wrong shape must fail the comparison."""
     backend = gradtools.available_backends()[0]
     transform = next(t for t in BOTH if t.name == "gt.grad")
     cube = WAYS["defvjp"]
@@ -147,9 +148,10 @@ def test_a_cell_that_gives_another_number_fails():
 @pytest.mark.jax
 @pytest.mark.slow
 def test_the_cells_of_shard_map_on_four_devices():
-    """Sums over devices are seen only where there are several; their number is fixed early.
+    """Run the cells of shard_map in a subprocess with four devices.
 
-    The plain ways alone: the others take the same path between the devices.
+    Sums over devices need several devices, whose number is fixed at the start of a process. Only
+    the plain rules run, because all other rules take the same path between devices.
     """
     if "jax" not in gradtools.available_backends():
         pytest.skip("needs JAX")

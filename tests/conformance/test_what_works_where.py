@@ -1,4 +1,4 @@
-"""docs/support.md: the table of what works where is true, cell by cell."""
+"""Every cell of the support table in docs/support.md is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = np.array([1.0, 2.0, 3.0])
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """The cells of each row, by each operator that the row names."""
+    """Return the cells of each row by the operators that the row names."""
     section = PAGE.read_text(encoding="utf-8").split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {name: tuple(row[1:]) for row in rows[1:] for name in row[0].split("`")[1::2]}
@@ -27,7 +27,7 @@ def table() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Program:
-    """A function of one vector that uses an operator, its value, and its derivative's diagonal."""
+    """A function of a vector that uses an operator, its value and its Jacobian's diagonal."""
 
     function: object
     value: object
@@ -97,7 +97,8 @@ def programs(gt) -> dict[str, Program]:
             lambda x: np.round(x) + 2 * x**2,
             lambda x: 6 * x,
         ),
-        "clip_gradient": Program(  # 3 x^2 clipped to 1; its derivative's cotangent 6 x t as well
+        # gradient 3 x^2 clipped to 1; its derivative's cotangent 6 x t is clipped, too
+        "clip_gradient": Program(
             edited(lambda x: gt.clip_gradient(x, max_value=1.0)),
             lambda x: np.minimum(3 * x**2, 1),
             lambda x: np.where(3 * x**2 < 1, np.clip(6 * x * T, -1, 1) / T, 0),
@@ -114,7 +115,7 @@ def programs(gt) -> dict[str, Program]:
 
 
 def result(gt, column: str, program: Program) -> tuple[object, np.ndarray]:
-    """What the framework gives in that column, and what is expected."""
+    """Return the framework's result for the column, and the expected result."""
     x, t = gt.asarray(X), gt.asarray(T)
     if column == "eager":
         return program.function(x), program.value(X)

@@ -1,1 +1,1 @@
-"""The examples, the notebooks, the pages and the site run as they stand."""
+"""Tests that run the examples, the notebooks, the code in the documentation and the site."""

@@ -1,4 +1,4 @@
-"""The demo: reversal does what it says, both frameworks agree, and the count is real."""
+"""The demo: its claim about gradient reversal, agreement of the frameworks and its FLOP count."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,7 +16,7 @@ pytest.importorskip("tqdm")
 
 SPEC = spec_from_file_location("demo", Path(__file__).parents[2] / "examples" / "demo.py")
 demo = module_from_spec(SPEC)
-sys.modules["demo"] = demo  # its dataclasses look for their module
+sys.modules["demo"] = demo  # dataclasses look up their module in sys.modules
 SPEC.loader.exec_module(demo)
 
 
@@ -32,7 +32,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def side(backend):
-    """A side at its first weights, working."""
+    """A `FrameworkRun` with initial weights, active during the test."""
     made = demo.FrameworkRun(backend)
     with made.working():
         yield made
@@ -72,7 +72,7 @@ def test_the_frameworks_agree_along_the_way():
         assert max(training.losses) < 1e-12
         assert max(training.gradients) < 1e-11
         assert all(by_torch == by_jax for by_torch, by_jax in training.accuracy)
-        assert len(training.plain) == 2 * 2  # of two sides at two looks
+        assert len(training.plain) == 2 * 2  # two frameworks, each evaluated twice
         assert training.evaluations == {demo.REVERSED: 2 * 60, demo.PLAIN: 2 * 4}
 
 
@@ -103,7 +103,7 @@ SHARES = {"torch": (0, 1), "jax": (1, 2)}
 
 @pytest.mark.slow
 def test_reversal_helps_by_five_points_in_the_mean_of_three_seeds(pytestconfig):
-    """The frameworks, which agree at each step, share the seeds; on the one of both they agree."""
+    """With both frameworks the seeds are divided between them; one seed runs in both."""
     wanted = wanted_backends(pytestconfig)
     shares = SHARES if len(wanted) == 2 else {wanted[0]: range(3)}
     found, gains = {}, {}

@@ -1,7 +1,7 @@
-"""The site: each public name is in its reference, each example in its contents, no link is dead.
+"""The site: reference entries of all public names, listed examples and working links.
 
-The whole site is built by `make docs`, as in .ci/run. Here a small one is, in a folder of its own,
-where MkDocs is installed.
+`make docs`, which .ci/run calls, builds the whole site. These tests build a small site in a
+temporary folder if MkDocs is installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ needs_mkdocs = pytest.mark.skipif(not find_spec("mkdocs"), reason="MkDocs is not
 
 def test_every_public_name_is_in_the_reference(gt):
     shown = {path.rpartition(".")[2] for path in REFERENCE if path.startswith("gradtools.torch.")}
-    assert shown == set(gt.__all__) - {"xp"}  # a namespace of the framework's
+    assert shown == set(gt.__all__) - {"xp"}  # xp is the framework's own namespace
     assert "`gt.xp`" in (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 
 
@@ -74,7 +74,7 @@ def test_the_figures_of_the_pages_are_those_of_the_results(monkeypatch):
 
 
 def hook(name: str, monkeypatch):
-    """A hook's module, which MkDocs loads by its path."""
+    """Import a hook module as MkDocs does, by its path."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     return importlib.import_module(name)
 
@@ -84,7 +84,7 @@ def hook(name: str, monkeypatch):
 
 @pytest.fixture
 def site(tmp_path: Path):
-    """Builds a site of one page, which is given, with the project's own hooks and settings."""
+    """Return a function that builds a site of one page with the project's hooks and settings."""
     (tmp_path / "docs").mkdir()
     for name in ("site_pages.py", "docstrings.py"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs" / name)

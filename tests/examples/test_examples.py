@@ -1,4 +1,4 @@
-"""Every program in examples/ runs on the backends at hand and prints what it claims."""
+"""Every program in examples/ runs on the available backends and prints the stored output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 NAMES = sorted(path.stem for path in FOLDER.glob("u*.py"))
 KEPT = FOLDER / "printed"
-QUICK = {  # which have --quick, with what they print then
+QUICK = {  # examples that have --quick, with the text that they print then
     "u03_latent_gradients": [
         r"dg/dy differs from double backward's by \S+",
         r"closest to their clean code: \d+% before, \d+% after an energy step",
@@ -31,7 +31,7 @@ QUICK = {  # which have --quick, with what they print then
     ],
 }
 
-# Whose backends differ by rounding, neither by nothing nor by more.
+# Examples whose backends differ by rounding: by more than zero, but by little.
 CLOSE = (
     *("u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"),
     *("u09_formula", "u14_bridge"),
@@ -40,12 +40,12 @@ LEFT_OUT = re.compile(r"^  left out: (.*)", re.MULTILINE)
 
 
 def masked(printed: str) -> str:
-    """What was printed without its numbers, which may differ in their last digits."""
+    """Replace the numbers in the output, whose last digits may differ."""
     return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?%?", "#", re.sub(r" +", " ", printed))
 
 
 def sections(printed: str) -> dict[str, str]:
-    """What was printed under each heading: a backend, or both."""
+    """Return the output under each heading: torch, jax or both."""
     parts = re.split(r"^(torch|jax|both):\n", printed, flags=re.MULTILINE)
     assert parts[0] == "", printed
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -54,7 +54,7 @@ def sections(printed: str) -> dict[str, str]:
 @pytest.mark.quick_at("u09_complex_affine")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_keeps_its_claims(name, asked, run):
-    """One run for both backends, as a user's own is, which also compares their numbers."""
+    """Run the example for both backends, as a user does, which also compares their numbers."""
     printed = run(name, asked)
     parts = sections(printed)
     expected = ["torch", "jax"] if asked == "both" else [asked]
@@ -68,7 +68,7 @@ def test_an_example_keeps_its_claims(name, asked, run):
             wanted = masked(kept[backend])
             assert masked(parts[backend]) == wanted, f"python examples/keep.py {name}"
     if left_out:
-        pytest.skip("; ".join(left_out))  # such as: no C compiler
+        pytest.skip("; ".join(left_out))  # for example: no C compiler
     if asked == "both":
         difference = re.match(r"  largest difference between the backends (\S+)\n", parts["both"])
         assert float(difference[1]) < (1e-9 if name in CLOSE else 1.0)
@@ -97,7 +97,8 @@ def test_an_example_is_a_program_of_its_own(backend_name):
 def test_a_claim_that_fails_ends_an_example(common):
     with pytest.raises(SystemExit) as left:
         common.claim("two and two are five", False)
-    assert left.value.code == "  FAILED: two and two are five"  # a text means status 1
+    # a string argument of sys.exit means exit status 1
+    assert left.value.code == "  FAILED: two and two are five"
 
 
 def test_backends_that_disagree_end_an_example(common, monkeypatch, both):
@@ -125,7 +126,7 @@ def test_double_precision_is_given_back(common):
 
 @pytest.fixture
 def run(monkeypatch, capsys, quick_by_hand):
-    """Runs an example as `python examples/NAME.py --backend BACKEND` does, in this process."""
+    """Run an example in this process as `python examples/NAME.py --backend BACKEND` would."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def run(name: str, backend: str) -> str:
@@ -142,14 +143,14 @@ def run(monkeypatch, capsys, quick_by_hand):
 
 @pytest.fixture
 def asked(pytestconfig):
-    """What is given as --backend: both, unless only one is there or wanted."""
+    """The value of --backend: both, unless only one backend is available or wanted."""
     wanted = wanted_backends(pytestconfig)
     return wanted[0] if len(wanted) == 1 else "both"
 
 
 @pytest.fixture
 def common(monkeypatch):
-    """The module that the examples share."""
+    """The module of helpers that the examples share."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import common
 
@@ -158,6 +159,6 @@ def common(monkeypatch):
 
 @pytest.fixture
 def both():
-    """For a test that needs both frameworks."""
+    """Skip the test unless both frameworks are installed."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")

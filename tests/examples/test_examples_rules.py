@@ -1,4 +1,4 @@
-"""docs/own-rules.md: its table of what each way of giving a rule can do is true."""
+"""The comparison of kinds of custom rules in docs/own-rules.md is true."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.conformance.support_ways import WAYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-rules.md"
 COLUMNS = ("reverse", "forward", "reverse twice", "forward over reverse", "forward twice")
-EXPECTED = 12.0  # of the cube at 2: 3 x^2, and 6 x
+EXPECTED = 12.0  # both derivatives of x^3 at 2: 3 x^2 and 6 x
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """The cells of each row, by the row's name without marks."""
+    """Return the cells of each row of the table by the row's name without backticks."""
     section = PAGE.read_text(encoding="utf-8").split("## Comparison with the frameworks")[1]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {row[0].replace("`", ""): tuple(row[1:]) for row in rows if row[0] != "reverse"}
 
 
-# --- the cube, each way ------------------------------------------------------------------
+# --- the cube by each kind of rule -------------------------------------------------------
 
 
 def jax_custom_vjp():
@@ -93,7 +93,7 @@ def torch_custom_op():
     return op
 
 
-OURS = {  # by their names in the matrix of rules, which tests these cells
+OURS = {  # by their names in the support matrix, whose tests cover these cells
     "custom_rule, only defvjp": "defvjp",
     "custom_rule, only defjvp": "defjvp",
     "host_function, vjp and double backward": "host: double backward",
@@ -123,7 +123,7 @@ REFUSED = {
 
 
 def derivative(column, transforms, f, x, one):
-    """What the framework's own transforms give."""
+    """Compute the derivative of the column with the framework's own transforms."""
     grad, jvp = transforms.grad, lambda f: lambda x: transforms.jvp(f, (x,), (one,))[1]
     first, second = {
         "reverse": (grad, None),

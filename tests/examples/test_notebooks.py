@@ -1,4 +1,4 @@
-"""The notebooks: every cell runs and gives what is kept with it, but for its numbers."""
+"""Every cell of the notebooks runs and reproduces its stored output except for numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ NEEDS = {
 
 @pytest.fixture
 def runner(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER.parent))  # the module adds it when it is first imported
+    # run.py adds this path only at its first import
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("run")
 
 
 def words(outputs: list[dict]) -> list[str]:
-    """What the outputs say, without numbers and spaces: the forms that they have, and the text."""
+    """Return the MIME types and the text of the outputs without numbers and spaces."""
     said = []
     for output in outputs:
         forms = output.get("data", {"text/plain": output.get("text")})

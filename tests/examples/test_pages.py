@@ -1,4 +1,4 @@
-"""README.md and docs/: every block of Python runs, and the pages hold what they must."""
+"""README.md and docs/: every Python block runs, and the pages contain the required text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 TOUR = ROOT / "docs" / "tour.md"
 
 
-# --- the blocks --------------------------------------------------------------------------
+# --- the code blocks ---------------------------------------------------------------------
 
 
 @pytest.mark.sampled(16, 200)
@@ -58,14 +58,14 @@ def test_every_block_of_python_is_found():
 
 
 def test_every_package_that_a_block_imports_is_in_an_extra():
-    """So that the checks, which install them all, leave out no block."""
+    """The continuous integration installs the extras, so that it runs every block."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     named = {**project["project"]["optional-dependencies"], **project["dependency-groups"]}
     extras = {
         extra: {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in wanted if type(one) is str}
         for extra, wanted in named.items()
     }
-    others = {"scikit_learn": "sklearn"}  # is imported by another name
+    others = {"scikit_learn": "sklearn"}  # imported under another name
     known = {others.get(name, name) for names in extras.values() for name in names}
     known |= {"gradtools", "numpy", "tokenizers", *sys.stdlib_module_names}
     missing = {b.name: b.packages - known for b in blocks() if b.end != "not run"}
@@ -108,13 +108,14 @@ def test_a_block_that_does_not_end_as_its_title_says_is_seen(end, other):
         Block(README, 1, other, end, "no way").run()
 
 
-# --- what the pages hold -----------------------------------------------------------------
+# --- the contents of the pages -----------------------------------------------------------
 
 
 def test_every_public_name_is_shown_in_the_tour(gt):
     text = TOUR.read_text(encoding="utf-8")
     missing = [name for name in gt.__all__ if not re.search(rf"\b{name}\b", text)]
-    assert missing == ["accumulate_gradients"]  # docs/grad-or-backward.md shows it
+    # docs/grad-or-backward.md shows accumulate_gradients
+    assert missing == ["accumulate_gradients"]
 
 
 def test_the_readme_is_short_and_its_report_is_what_a_page_prints():
@@ -138,7 +139,7 @@ def test_the_memory_of_a_recipe_is_what_its_program_measured(name):
         assert f"| PyTorch | {way} |" in shown
 
 
-# What people search for, and the page with a heading that has these words.
+# Search terms, and the page that has a heading with these words.
 SOUGHT = {
     "GRPO": "recipes/large-vocabulary", "PPO": "recipes/large-vocabulary",
     "DPO": "recipes/large-vocabulary", "token means": "recipes/token-means",

@@ -1,1 +1,1 @@
-"""The house itself: where what stands, what is imported, what is left behind."""
+"""Tests of the code base: architecture, imports, leaks, namespaces and supported versions."""

@@ -1,4 +1,4 @@
-"""The page that says where what stands is of this tree."""
+"""The architecture page describes this source tree."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def test_the_walks_are_those_of_now():
         "from tests.support import walks; page = walks.PAGE.read_text('utf-8'); "
         "assert walks.written(page, walks.blocks()) == page"
     )
-    assert done.returncode == 0, f"python -m tests.support.walks writes them anew\n{done.stderr}"
+    assert done.returncode == 0, f"python -m tests.support.walks rewrites them\n{done.stderr}"
 
 
 def fresh(run):
-    """A fresh interpreter's run of some lines: what runs first in a process is made once."""
+    """Run code in a fresh interpreter, because the first run in a process fills caches."""
     return subprocess.run(
         [sys.executable, "-c", run], cwd=walks.PAGE.parents[1], check=False,
         capture_output=True, text=True, env=walks.environment(),
     )  # fmt: skip
 
 
-# The most calls of functions of gradtools' that a walk has, and the most changes of file.
+# The maximum numbers of calls of gradtools functions and of changes of file in each walk.
 AT_MOST = {
     "grad, torch": (31, 19),
     "grad, jax": (54, 30),
@@ -53,7 +53,7 @@ def test_no_walk_grows_longer():
     counts = ast.literal_eval(done.stdout)
     assert counts.keys() == AT_MOST.keys()
     longer = {k: n for k, n in counts.items() if n[0] > AT_MOST[k][0] or n[1] > AT_MOST[k][1]}
-    assert not longer, "python -m tests.support.walks --counts; each step has a file of its own?"
+    assert not longer, "python -m tests.support.walks --counts; is each step in its own file?"
     assert all(0 < changes < calls for calls, changes in counts.values())
 
 
@@ -65,12 +65,12 @@ def test_every_room_that_the_page_names_is_there():
     assert len(named) > 60 and not missing
 
 
-# What is imported back where it is asked for; without these no room is in a circle.
+# Modules that a module imports only on demand; without these imports no cycle exists.
 BACK = {}
 
 
 def imports(path, rooms):
-    """The rooms that a file imports, wherever it does; those of types alone are none."""
+    """Yield the gradtools modules that a file imports anywhere except for type checking."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     types = [
         n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
@@ -99,7 +99,7 @@ def test_no_room_is_in_a_circle_of_imports():
     TopologicalSorter({room: graph[room] - BACK.get(room, set()) for room in graph}).prepare()
 
 
-# The recorders of a comparison by operation, which are imported when it runs.
+# The recorders of an operation-by-operation comparison, which are imported when it runs.
 ON_DEMAND = ("testing/diverging/torch_run.py", "testing/diverging/jax_run.py")
 
 
@@ -114,5 +114,6 @@ def test_no_room_outside_of_seeing_imports_it_before_it_is_asked_for():
         named = [f"{n.module}." for n in body if isinstance(n, ast.ImportFrom)]
         named += [f"{alias.name}." for n in body if isinstance(n, ast.Import) for alias in n.names]
         seeing = [name for name in named if name.startswith(("gradtools.seeing.", *late))]
-        early[str(room)] = [name for name in seeing if "_upstream" not in name]  # which is light
+        # `_upstream` is cheap to import
+        early[str(room)] = [name for name in seeing if "_upstream" not in name]
     assert len(early) > 100 and not {room: names for room, names in early.items() if names}

@@ -1,4 +1,4 @@
-"""The command line answers at once, in plain words, and with the right exit status."""
+"""The command line starts quickly and has clear messages and correct exit statuses."""
 
 import subprocess
 import sys

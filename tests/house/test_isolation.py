@@ -1,4 +1,4 @@
-"""What an import brings in, seen in fresh processes."""
+"""Imports of gradtools load no more than they need, checked in fresh processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES = ("flax", "optax", "equinox")
 
 
 def run(program: str, without: tuple[str, ...] = ()) -> str:
-    """What the program prints in a fresh interpreter in which some packages do not exist."""
+    """Return the output of the program in a fresh interpreter that lacks the given packages."""
     hook = f"""
         import importlib.machinery
 
@@ -45,7 +45,7 @@ def run(program: str, without: tuple[str, ...] = ()) -> str:
     return done.stdout.strip()
 
 
-# --- what is seen in a fresh process that imports a framework, then its wing -------------------
+# --- fresh processes that import a framework and then its gradtools backend --------------------
 
 TORCH = """
     import json, sys, torch
@@ -109,7 +109,7 @@ def test_importing_a_wing_imports_little_and_switches_nothing(backend):
     assert json.loads(run({"torch": TORCH, "jax": JAX}[backend])) == SEEN[backend]
 
 
-# --- programs in processes of their own ---------------------------------------------------------
+# --- programs that run in their own processes ---------------------------------------------------
 
 SEEING = """
 held = gt.GradientAccumulator()
@@ -133,13 +133,13 @@ OF_MODULES = """
 
 @dataclass(frozen=True)
 class Program:
-    """A program for a fresh process, and what it prints.
+    """A program for a fresh process and its expected output.
 
     Attributes:
-        text: The program; {backend} is replaced.
-        prints: What its output ends with.
-        backends: Those that it is run for; both if they are to be installed together.
-        without: Packages that do not exist.
+        text: The source code; {backend} is replaced.
+        prints: The text with which its output ends.
+        backends: The backends to run it for; "both" needs both installed.
+        without: Packages that cannot be imported.
         quick: Whether it runs in the quick tier.
     """
 
@@ -219,7 +219,7 @@ PROGRAMS = {
         "[]",
         ("torch",),
     ),
-    "a mixed partial is compiled first": Program(
+    "mixed_partial is compiled as the first call": Program(
         """
         import torch
         import gradtools.torch as gt
@@ -230,8 +230,8 @@ PROGRAMS = {
         "[6.0, 6.0, 6.0]",
         ("torch",),
     ),
-    "derivatives import nothing of seeing": Program(MISSION + SEEING, "[]"),
-    "derivatives at modules import nothing of seeing": Program(OF_MODULES, "[]", ("torch",)),
+    "derivatives do not import gradtools.seeing": Program(MISSION + SEEING, "[]"),
+    "derivatives of modules do not import gradtools.seeing": Program(OF_MODULES, "[]", ("torch",)),
     "graphs without the extra": Program(
         """
         import numpy as np
@@ -248,7 +248,7 @@ PROGRAMS = {
         "True",
         without=("quickjs",),
     ),
-    "names are kept, starred and told": Program(
+    "star imports and error messages of names": Program(
         """
         import importlib, pkgutil
         from gradtools.{backend} import *
@@ -269,7 +269,7 @@ PROGRAMS = {
         """,
         "[]\n[]\nmodule 'gradtools.{backend}' has no attribute 'gradd'",
     ),
-    "both wings work in one process": Program(
+    "both backends work in one process": Program(
         """
         import numpy as np
         import gradtools.torch, gradtools.jax
@@ -300,7 +300,7 @@ def test_a_program_in_a_fresh_process(name, backend):
     assert run(text, program.without).endswith(expected)
 
 
-# What a bare import loads: few rooms, and none of which most programs need nothing.
+# Modules that a bare import of a backend must not load, because few programs need them.
 ASKED_FOR = (
     *("seeing", "testing", "cli", "display", "keras_layers"),
     *("accumulate", "chunking", "custom", "frozen", "kernels", "models"),

@@ -1,9 +1,9 @@
-"""Many calls of each operator leave storage, objects and compiled functions flat.
+"""Many calls of each operator leak no storage, objects or compiled functions.
 
-After a few calls that fill what is filled once, one of three more series of calls must end where
-the one before did: what leaks grows in each. Each call is two: of an operator that was made once,
-as in a training loop, and of one made anew of new functions, which is the hardest for caches.
-Two thousand calls are made of what is cheap; `benchmarks/leaks.py` makes ten thousand of all.
+After warm-up calls, three series of calls run, and one of them must not increase any count, because
+a leak grows in each series. Each call uses the operator twice: once as a function made before the
+loop, as in training, and once as a new function, which is the harder case for caches. Cheap
+operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from leaks import alive, calls_of, grown, measured
 
 CALLS, MANY = {"torch": 8, "jax": 4}, 2_000
-CHEAP = {  # less than a millisecond a call
+CHEAP = {  # operators that take less than a millisecond per call
     "torch": (
         "vmap",
         "vjp",
@@ -58,8 +58,8 @@ def test_many_calls_leave_nothing_alive(use: Use, gt, backend_name):
     assert set(found) <= allowed, found
 
 
-# JAX keeps a dead weak reference for each trace within which numbers enter a jitted function, as it
-# does where the same derivative is written by hand, and of a linear solve its compiled programs.
+# JAX keeps a dead weak reference for each trace in which constants enter a jitted function, even in
+# handwritten code, and for a linear solve it keeps the compiled programs.
 _REFERENCES, _SOLVES = {"objects"}, {"objects", "compiled programs", "entries of caches"}
 KEPT_BY_JAX = {
     **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), _SOLVES),
@@ -90,7 +90,7 @@ def test_what_a_call_leaves_alive_is_found(gt, backend_name):
 
 
 class Captured:
-    """Something that a user's function closes over, and that can be seen to die."""
+    """An object that the user's function closes over; the test observes its deletion."""
 
     def __init__(self, gt: Any, x: Any) -> None:
         self.x, self.plain = x, healthy(gt)

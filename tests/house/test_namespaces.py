@@ -1,4 +1,4 @@
-"""The two namespaces are one API: the same names, signatures and documentation."""
+"""Both namespaces have the same API: names, signatures and documentation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ EXAMPLES = """
 @pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_the_examples_of_every_public_name_run_as_they_stand(backend):
-    """In a fresh process, where x64 is off as it is for a new user."""
+    """Runs in a fresh process with x64 disabled, as for a new user."""
     source = textwrap.dedent(EXAMPLES.format(backend=backend, names=FUNCTIONS))
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
@@ -138,7 +138,7 @@ def test_an_editor_completes_public_names_alone(backend):
     }  # fmt: skip
 
 
-# What one wing has alone, a file or a whole folder, and why.
+# Files and folders that only one backend has, with the reason.
 ALONE = dict(
     line.split(": ", 1)
     for line in """
@@ -221,7 +221,7 @@ def test_no_file_of_a_wing_names_its_twin(wing):
                 assert not words[1].startswith(f"gradtools.{other[0]}"), path
 
 
-# Each library's own kind of module, made of its own base class.
+# Classes of modules that differ by library, because each derives from its library's base class.
 PER_LIBRARY = {"GradientReversal", "Transformed"}
 
 

@@ -1,4 +1,4 @@
-"""Docstrings and comments of the package name nothing that is gone."""
+"""Docstrings and comments of the package refer only to names that exist."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_every_name_in_backticks_and_every_file_is_there():
     for framework in ("torch", "jax"):
         pytest.importorskip(framework)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of modules that are deprecated
+        warnings.simplefilter("ignore")  # from deprecated modules
         every = [r for path in sorted(PACKAGE.rglob("*.py")) for r in references.references(path)]
         stale = [str(reference) for reference in every if not is_known(reference)]
     assert len(every) > 800
-    assert not stale, "these are named and are not there:\n" + "\n".join(stale)
+    assert not stale, "these names do not exist:\n" + "\n".join(stale)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is quick is said by marks on axes, and a sample of a table is a covering array."""
+"""Marks on parameters define the quick tests, and samples of tables are covering arrays."""
 
 from __future__ import annotations
 

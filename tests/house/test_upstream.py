@@ -1,4 +1,4 @@
-"""What is private to a framework stands in one room of each wing, and nowhere else."""
+"""Each backend accesses private names of its framework in its `_upstream` modules only."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_sweep_passes_by_operators_ours_and_the_standard_library(text):
 
 @pytest.mark.parametrize("room", names.ROOMS)
 def test_each_entry_of_a_room_says_what_it_is_for(room):
-    """A text stands behind a name or a group of names, or is a function's docstring."""
+    """Every name, group of names and function in an `_upstream` module needs a docstring."""
     tree = ast.parse((names.PACKAGE / room).read_text())
     untold: list[str] = []
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
@@ -98,7 +98,7 @@ def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
     )
 
 
-# --- what a maintainer would refuse --------------------------------------------------------------
+# --- code that upstream maintainers would reject -------------------------------------------------
 
 REFUSED = {
     "memory read by its address": r"^import ctypes|from_address\(",
@@ -113,7 +113,7 @@ REFUSED = {
 )
 @pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
 def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
-    """By the name of its file, such as `rules`, with benefit and cost."""
+    """The `_upstream` module must name the file and explain the benefit and the cost."""
     told = {room.partition("/")[0]: (names.PACKAGE / room).read_text() for room in names.ROOMS}
     found = []
     for path in sorted({*names.PACKAGE.rglob("*.py")} - {names.PACKAGE / r for r in names.ROOMS}):

@@ -1,4 +1,4 @@
-"""The supported versions: what the package asks for, and what an import refuses."""
+"""Supported versions: the package requirements and the errors at import."""
 
 from __future__ import annotations
 

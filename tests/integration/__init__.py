@@ -1,1 +1,1 @@
-"""With other packages, in their own loops."""
+"""Tests with other packages in their own training loops and solvers."""

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 @pytest.fixture(autouse=True)
 def one_accelerator():
-    """Each test has its own: accelerate, and the Trainer, keep one state in a process."""
+    """Reset accelerate's global state around each test, which the Trainer shares."""
     _forget()
     yield
     _forget()
@@ -33,7 +33,7 @@ def tower():
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_chunks_inside_of_accumulated_steps(precision):
-    """Two batches for each step, each in chunks of four rows."""
+    """Train with two batches per step, each in chunks of four rows."""
     data = torch.randn(40, 2, 8, generator=torch.Generator().manual_seed(1))
     found = []
     for in_chunks in (True, False):
@@ -62,7 +62,7 @@ def test_chunks_inside_of_accumulated_steps(precision):
 
 
 def wasserstein(critic, penalty, weight=10.0):
-    """The critic's loss: the mean slope at points between real and made ones is one."""
+    """Return the loss of a WGAN-GP critic, which penalizes gradient norms other than one."""
 
     def loss(real, made, between):
         x = between * real + (1 - between) * made
@@ -73,7 +73,7 @@ def wasserstein(critic, penalty, weight=10.0):
 
 
 def test_wgan_gp_trains_as_with_torch_autograd_grad():
-    """One step of the critic through `gt.grad`, whose result keeps its graph."""
+    """Compare a critic step with the differentiable `gt.grad` with torch.autograd.grad."""
     draws = torch.Generator().manual_seed(2)
     real, made = torch.randn(2, 16, 4, generator=draws)
     between = torch.rand(16, 1, generator=draws)

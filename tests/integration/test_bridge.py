@@ -1,4 +1,4 @@
-"""The bridge with other packages: a solver of diffrax in a PyTorch loop, MiniLM under optax."""
+"""The bridge with other packages: a diffrax solver in a PyTorch loop, MiniLM with optax."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_a_solver_of_diffrax_trains_in_a_torch_loop_second_derivative_included()
     diffrax = pytest.importorskip("diffrax")
 
     def solve(rate, start):
-        """y' = -rate y, so that y(1) = start exp(-rate)."""
+        """Solve y' = -rate y, so y(1) = start exp(-rate)."""
         term = diffrax.ODETerm(lambda t, y, rate: -rate * y)
         steps = diffrax.PIDController(rtol=1e-10, atol=1e-10)
         found = diffrax.diffeqsolve(

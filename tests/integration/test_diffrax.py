@@ -1,4 +1,4 @@
-"""diffrax: a neural differential equation by its solvers and adjoints."""
+"""diffrax: gradients of a neural differential equation by its solvers and adjoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADJOINTS = {
 
 
 def misfit(net, start, adjoint="recursive"):
-    """How far the end of a path is from one."""
+    """Return the squared distance of the end point of the path from 1."""
     found = diffrax.diffeqsolve(
         diffrax.ODETerm(lambda t, y, net: equinox.combine(net, STATIC)(y)),
         diffrax.Heun(),

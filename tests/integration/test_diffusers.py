@@ -1,4 +1,4 @@
-"""diffusers: score distillation through its VAE, and a U-Net with attention at second order."""
+"""diffusers: score distillation through a VAE, and second derivatives of a U-Net with attention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PICTURE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3)) / 
 
 
 def guided(latents):
-    """What distillation takes for the gradient at the latents: the noise that is not explained."""
+    """Return the gradient of score distillation at the latents: predicted minus true noise."""
     with torch.no_grad():
         noisy = SCHEDULE.add_noise(latents, NOISE, STEPS)
         weight = (1 - SCHEDULE.alphas_cumprod[STEPS])[:, None, None, None]
@@ -58,7 +58,7 @@ def encode(x):
 
 
 def by_backward(scale):
-    """As it is written everywhere: the gradient is handed to backward."""
+    """Score distillation in its usual form, which passes the gradient to `backward`."""
     scale = scale.clone().requires_grad_()
     latents = encode(PICTURE * scale)
     latents.backward(gradient=guided(latents))
@@ -106,7 +106,7 @@ def test_a_hessian_product_of_a_unet_with_attention(mode):
 
 
 def test_the_divergence_of_a_score_is_had_in_forward_mode():
-    """By Hutchinson's estimator, beside the full Jacobian."""
+    """Hutchinson's estimator in forward mode, compared with the full Jacobian."""
     net = denoiser().double()
     x = NOISE.double()[:1, :, :4, :4]
     score = lambda x: net(x, STEPS[:1]).sample

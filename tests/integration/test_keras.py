@@ -1,4 +1,4 @@
-"""Keras 3 through make_functional on both of its backends, against Keras' own calls."""
+"""Keras 3 through make_functional with both backends, compared with Keras' own calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [name.id for name in LISTED]
 
 @functools.cache
 def outcomes(backend):
-    """What each program says, in a process of its own: Keras has one backend in each."""
+    """The output of each program; each backend needs its own process, as Keras loads only one."""
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Lightning: two towers in bfloat16, and what the Trainer's own steps see."""
+"""Lightning: two towers in bfloat16, and reports in the Trainer's own steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tower():
 
 
 class Towers(lightning.LightningModule):
-    """Queries and passages by one tower; in chunks, or by the loop over chunks."""
+    """Two towers that share an encoder, which runs with `chunked` or in a loop over chunks."""
 
     def __init__(self, in_chunks):
         super().__init__()

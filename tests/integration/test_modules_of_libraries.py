@@ -1,4 +1,4 @@
-"""Modules that hold their parameters in ways of their own: opacus, TorchRL."""
+"""Modules that store their parameters in unusual ways: opacus, TorchRL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_is_backward(loss, module, twice=True):
     rows = torch.autograd.grad(wanted, list(free.values()))
     assert torch.equal(value, wanted) and list(grads) == list(free)
     assert all(torch.equal(g, row) for g, row in zip(grads.values(), rows, strict=True))
-    if twice:  # a penalty trains it
+    if twice:  # the module can be trained with a gradient penalty
         (value + sum(g.square().sum() for g in grads.values())).backward()
     assert not twice or any(p.grad is not None and p.grad.any() for p in free.values())
 
@@ -30,7 +30,7 @@ def test_a_module_of_opacus():
     opacus = pytest.importorskip("opacus")
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     loss = lambda net: net(ROWS).square().mean()
-    # Its backward hooks take each activation once, so it has no double backward.
+    # The backward hooks of opacus use each activation once, so they do not support double backward.
     assert_is_backward(loss, opacus.GradSampleModule(net), twice=False)
 
 

@@ -1,4 +1,4 @@
-"""optimistix: roots and fits inside of rules, and rules inside of what it solves."""
+"""optimistix: root finding and least squares inside of rules, and rules inside of its solvers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def residual(z, args):
 
 
 def root(a, b):
-    """By optimistix, which differentiates it implicitly."""
+    """Find the root with optimistix, which differentiates it implicitly."""
     return optimistix.root_find(residual, NEWTON, jnp.zeros(3), args=(a, b)).value
 
 
 @gt.custom_rule
 def ruled(a, b):
-    """The same root, differentiated by the implicit function theorem written as a rule."""
+    """Find the root, with the implicit function theorem written as a custom rule."""
     return jax.lax.stop_gradient(root(a, b))
 
 
@@ -40,7 +40,7 @@ def _push(primals, tangents):
     a, b = primals
     z = ruled(a, b)
     da, db = tangents
-    slope = 1 - z**2  # of tanh at the root
+    slope = 1 - z**2  # derivative of tanh at the root
     system = jnp.eye(3) - slope[:, None] * a
     return z, jnp.linalg.solve(system, slope * (da @ z + db))
 

@@ -1,4 +1,4 @@
-"""peft: SimCLR on an encoder of which low-rank adapters alone are trained."""
+"""peft: SimCLR with an encoder of which only the low-rank adapters are trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapted():
 
 
 def views(encode, batch):
-    """Two passes whose dropout differs, each of which seeks its own row of the other."""
+    """Encode the batch twice with different dropout masks; matching rows are positive pairs."""
     return [encode(**batch) for _ in range(2)]
 
 

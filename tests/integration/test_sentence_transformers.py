@@ -1,4 +1,4 @@
-"""sentence-transformers: its models in chunks, beside its own loss and its own gradient cache."""
+"""sentence-transformers: chunked models compared with the library's own loss and gradient cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
 def encoder(folder):
-    """A SentenceTransformer of random weights, over a vocabulary of its own."""
+    """Return a SentenceTransformer with random weights and a small vocabulary."""
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertTokenizer
 

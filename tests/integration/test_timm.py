@@ -1,4 +1,4 @@
-"""timm: image models in chunks, and one gradient for each image."""
+"""timm: chunked image models and per-example gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slope_is_what_differences_say(name):
-    """In forward mode, and of the gradient in both."""
+    """Compare derivatives of the loss and of its gradient with finite differences."""
     net = model(name).double().eval().requires_grad_(False)
     x = IMAGES[:2].double()
     along = x.flip(0)

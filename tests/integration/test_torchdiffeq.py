@@ -1,4 +1,4 @@
-"""torchdiffeq: a neural differential equation by its solver and by its adjoint."""
+"""torchdiffeq: a neural differential equation by direct and by adjoint differentiation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 TIMES = torch.linspace(0, 1, 5, dtype=torch.float64)
 STARTS = torch.randn(
     6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-)  # of spirals
-FIXED = {"method": "rk4"}  # each example takes the same steps
+)  # Points on spirals.
+FIXED = {"method": "rk4"}  # rk4 takes the same steps for every example.
 
 
 class Field(torch.nn.Module):
@@ -65,7 +65,7 @@ def test_its_derivatives_in_every_mode_agree():
 
 
 def test_a_second_derivative_through_the_adjoint_is_named_by_checked():
-    """Its backward calls the solver where autograd does not look."""
+    """The adjoint's backward calls the solver without recording it for autograd."""
     field = Field().requires_grad_(False)
     f = lambda y: misfit(torchdiffeq.odeint_adjoint, field, y).sum()
     with checked(), pytest.raises(DerivativeError, match="OdeintAdjointMethod"):

@@ -1,4 +1,4 @@
-"""torchopt's implicit differentiation beside `implicit_solution`, and torchjd's aggregators."""
+"""torchopt's implicit differentiation compared with `implicit_solution`; torchjd's aggregators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers: models as they are, the Trainer, and what a classifier loses."""
+"""transformers: models, the Trainer, per-example gradients and lost gradients of a classifier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH, OTHERS = tokens(6, seed=1), tokens(6, seed=2)
 
 
 class Towers(torch.nn.Module):
-    """Two towers that share an encoder; by gradtools it runs in chunks."""
+    """Two towers that share an encoder, optionally in chunks with `gt.chunked`."""
 
     def __init__(self, chunk_size=None):
         super().__init__()
@@ -39,7 +39,7 @@ class Towers(torch.nn.Module):
 
 
 class InLoop(Towers):
-    """The same with the loop over chunks written out, whose graphs are all kept."""
+    """Two towers whose encoder runs in an explicit loop over chunks and keeps all graphs."""
 
     def forward(self, input_ids, attention_mask, passage_ids, passage_mask, **rest):
         def encode(ids, mask):
@@ -51,14 +51,14 @@ class InLoop(Towers):
 
 
 def rows():
-    """Examples of the two towers."""
+    """Return the training examples of the two towers."""
     a, b = tokens(24, seed=3), tokens(24, seed=4)
     columns = {**a, "passage_ids": b["input_ids"], "passage_mask": b["attention_mask"]}
     return [{name: x[i] for name, x in columns.items()} for i in range(24)]
 
 
 def trained(model, folder, bf16):
-    """The losses and the parameters after the Trainer's steps."""
+    """Return the losses and the parameters after training with the Trainer."""
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
@@ -117,7 +117,7 @@ def _columns():
 
 
 def test_one_gradient_for_each_example_of_a_padded_batch():
-    """Of transformers' masks Python asks whether they are all ones, which vmap cannot say."""
+    """Transformers branches on whether the mask is all ones, which vmap does not support."""
     model = bert().eval()
     apply, params, state = gt.make_functional(model)
 
@@ -143,7 +143,7 @@ def test_one_gradient_for_each_example_of_a_padded_batch():
 
 
 def test_a_lost_gradient_in_a_classifier_is_named():
-    """The pooled state is detached by mistake, so that the encoder learns nothing."""
+    """The pooled state is detached by mistake, so the encoder gets no gradient."""
     model, head = bert().eval(), torch.nn.Linear(16, 2)
     labels = torch.tensor([0, 1, 0, 1, 0, 1])
 

@@ -1,1 +1,1 @@
-"""Of the JAX wing alone."""
+"""Tests of the JAX backend only."""

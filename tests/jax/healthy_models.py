@@ -1,7 +1,8 @@
-"""Healthy training losses of JAX modules, in which why_zero finds nothing, and planted terms.
+"""Healthy losses of JAX modules, for which why_zero reports nothing, and losses with planted bugs.
 
-A healthy program calls why_zero with its own model, parameters or optimizer. A planted one is a
-loss of `PARAMS`, with the kind of its finding and whether all of the gradient is lost.
+A healthy program calls why_zero with its own model, parameters or optimizer. A planted program is a
+loss of `PARAMS` with the expected kind of finding and a flag that is True if the whole gradient is
+lost.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ for _name, _f in ARRAYS.items():
     HEALTHY.add(name=_name)(lambda f=_f: gt.why_zero(f, X[0]))
 
 
-# --- planted -----------------------------------------------------------------------------
+# --- losses with planted bugs ------------------------------------------------------------
 
 _mean = jax.ShapeDtypeStruct((), np.float32)
 _ON_HOST = lambda a: np.float32(a.mean())

@@ -33,9 +33,9 @@ CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 
 
-# --- in one line, which is that of the loss ---------------------------------------------------
+# --- causes in the line of the loss itself ----------------------------------------------------
 
-ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
+ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     "detached": {
         "stopped_in_a_carry": lambda x: lax.scan(lambda c, a: (stop(c) + a, None), x[0], X)[0],
         "stopped_in_shard_map": lambda x: sharded(lambda y: stop(y) + 1)(x).sum(),
@@ -93,7 +93,7 @@ def stopped_in_jit(x):
     return inner(x).sum()
 
 
-# --- out of JAX --------------------------------------------------------------------------
+# --- values that leave JAX ---------------------------------------------------------------
 
 
 @cause()
@@ -115,7 +115,7 @@ def forgetful(x):
 forgetful.defvjp(lambda x: (forgetful(x), None), lambda _, ct: (jnp.zeros_like(ct),))
 
 
-# --- never there -------------------------------------------------------------------------
+# --- arguments without a path to the output ----------------------------------------------
 
 
 @cause(X, POSITIVE)  # <- unused
@@ -137,7 +137,7 @@ class Model:
 cause(written=Model.loss)(Model().loss)
 
 
-# --- zero at these values ----------------------------------------------------------------
+# --- gradients that are zero at these values ---------------------------------------------
 
 
 @cause(WEIGHTS)
@@ -150,7 +150,7 @@ def a_last_layer_of_zeros(w):
 
 
 class StoppedBlock(flax.linen.Module):
-    """A block whose gradient is stopped."""
+    """A flax.linen block whose output is detached."""
 
     @flax.linen.compact
     def __call__(self, x):
@@ -159,7 +159,7 @@ class StoppedBlock(flax.linen.Module):
 
 
 class Outer(flax.linen.Module):
-    """A model with such a block."""
+    """A model that contains a `StoppedBlock`."""
 
     @flax.linen.compact
     def __call__(self, x):
@@ -174,7 +174,7 @@ cause(_params, name="a block of linen", scope=("Outer", "block"), written=Stoppe
 
 
 class NnxBlock(nnx.Module):
-    """The same in flax.nnx."""
+    """A flax.nnx block with a rounded output."""
 
     def __init__(self) -> None:
         self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
@@ -189,7 +189,7 @@ cause(ROWS, name="a block of nnx", scope=("NnxBlock",), written=NnxBlock.__call_
 
 
 class EquinoxBlock(equinox.Module):
-    """The same in equinox."""
+    """An equinox block whose output is detached."""
 
     linear: equinox.nn.Linear
 
@@ -210,7 +210,7 @@ ONE_LINERS = {
     "an_old_buffer_is_filled": lambda x: (x.at[:].set(jnp.sin(x)) + x.at[:].set(1.0)).sum(),
     "a_term_in_jit": lambda x: jax.jit(lambda y: (y**2).sum() + stop(y).sum())(x),
     "a_term_in_a_scan": lambda x: lax.scan(lambda c, a: (c + a + stop(a**2), None), 0.0, x)[0],
-    "a_mean_by_numpy": lambda x: np.mean(x) * np.sum(x),  # by the array's own methods
+    "a_mean_by_numpy": lambda x: np.mean(x) * np.sum(x),  # by methods of the array
     "printing": lambda x: (jax.debug.print("{x}", x=x), jnp.sin(x).sum())[1],
     "shard_map": lambda x: sharded(lambda y: lax.psum(jnp.sin(y), "i") + y)(x).sum(),
     "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),

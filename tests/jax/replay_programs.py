@@ -1,8 +1,8 @@
-"""Programs that attack what JAX computes a second time, as data.
+"""Programs that stress recomputation in JAX, as data.
 
-Each takes `chunked`, which is gradtools' or the plain loop over chunks below, and returns a tree
-of arrays: values, gradients, and what stood in the host's state afterwards. Both must agree, or
-gradtools must refuse in its own words.
+Each program takes `chunked` or the plain loop over chunks below and returns a pytree of arrays:
+values, gradients and the state of the host afterwards. Both versions must agree, or gradtools must
+raise its own error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROGRAMS = Table()
 
 
 def program(refused: str | None = None, operator: str = "chunked", name: str = "") -> Any:
-    """Adds a program that is handed an operator; `refused`: what gradtools says if it refuses."""
+    """Register a program of an operator; `refused` matches the error that gradtools may raise."""
     return PROGRAMS.add(name, refused, operator=operator)
 
 
@@ -29,7 +29,7 @@ def program(refused: str | None = None, operator: str = "chunked", name: str = "
 
 
 def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any) -> Any:
-    """`chunked` as the loop that it stands for; f sees each chunk once."""
+    """The reference for `chunked`: a loop that calls f once for each chunk."""
     keys, carried = options.get("key_argnums", ()), options.get("carry_argnums", ())
     keys = (keys,) if isinstance(keys, int) else keys
     carried = (carried,) if isinstance(carried, int) else carried
@@ -40,7 +40,7 @@ def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any)
         args, outs = list(args), []
         whole = next(i for i, a in enumerate(axes) if a is not None)
         count = _length(args[whole], axes[whole])
-        starts = range(0, max(count, 1), size)  # of an empty batch one empty chunk
+        starts = range(0, max(count, 1), size)  # an empty batch has one empty chunk
         for number, start in enumerate(starts):
             rows = slice(start, min(start + size, count))
             if options.get("interleaved"):
@@ -67,7 +67,7 @@ def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any)
 
 
 def once(f: Any, **options: Any) -> Any:
-    """`checkpoint` and `frozen` as the function itself."""
+    """The reference for `checkpoint` and `frozen`: the function itself."""
     return f
 
 
@@ -92,7 +92,7 @@ def _joined(outs: list[Any], axis: int) -> Any:
     return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis), *outs)
 
 
-# --- what the programs share --------------------------------------------------------------
+# --- helpers of the programs --------------------------------------------------------------
 
 
 def batch(*shape: int) -> Any:
@@ -104,15 +104,15 @@ encode = lambda w, x: jnp.tanh(x @ w)
 
 
 def both(f: Any, *args: Any) -> Any:
-    """Value and gradient of a loss over all outputs together, not separable."""
+    """Return value and gradient of a loss that is not a sum over the outputs."""
     loss = lambda *a: (lambda z: jnp.sum(z) ** 2 + jnp.sum(z**3))(f(*a))
     return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
 class Counter:
-    """State on the host, behind a callback: what has been seen before gives another number.
+    """Host state behind a callback whose result depends on the inputs that it has received before.
 
-    It does not depend on the order of chunks, which XLA does not promise to callbacks.
+    The result does not depend on the order of chunks, which XLA does not guarantee for callbacks.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def stateful_callback(counter: Counter, x: Any) -> Any:
     return jax.pure_callback(counter, shape, jax.lax.stop_gradient(x))
 
 
-# --- the host ---------------------------------------------------------------------------------
+# --- callbacks to the host --------------------------------------------------------------------
 
 
 @program()
@@ -206,7 +206,7 @@ class Net(nnx.Module):
 
 
 def _trained(run: Any, net: Any = None) -> Any:
-    """Gradient to the module's parameters and to x, and the module's state afterwards."""
+    """Return the gradients of a module's parameters and of X, and the module's state afterwards."""
     net = Net() if net is None else net
     loss = lambda net, x: (lambda z: jnp.sum(z) ** 2 + jnp.sum(z**3))(run(net, x))
     value, grads = nnx.value_and_grad(loss, argnums=(0, 1))(net, X)
@@ -261,11 +261,11 @@ def a_module_of_nnx_that_is_frozen(frozen: Any) -> Any:
     return nnx.grad(inner, argnums=1)(net, jnp.ones(3)), _numbers(net)
 
 
-# --- what f is made of ------------------------------------------------------------------------
+# --- functions of every kind ------------------------------------------------------------------
 
 
 def _plainly(name: str, f: Any, refused: str | None = None, **options: Any) -> None:
-    """A program of f(w, x) alone, in chunks of 3, 3 and 1, eagerly and under jit."""
+    """Register a program of f(w, x) in chunks of 3, 3 and 1 examples, eager and under jit."""
     for way in ("", " under jit"):
 
         def run(chunked: Any, jit: bool = bool(way)) -> Any:
@@ -280,7 +280,8 @@ def _scan(w: Any, x: Any) -> Any:
 
 
 def _while(w: Any, x: Any) -> Any:
-    trips = jax.lax.while_loop(lambda n: n < 4, lambda n: n + 1, 0)  # it carries no derivative
+    # the carry of the loop is an integer and has no tangent
+    trips = jax.lax.while_loop(lambda n: n < 4, lambda n: n + 1, 0)
     return encode(w, x) * trips
 
 
@@ -293,9 +294,9 @@ def _with_ref(w: Any, x: Any) -> Any:
 
 _plainly("a scan in f", _scan)
 _plainly("a while loop that carries no derivative", _while)
-_plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
+_plainly("a mutable array created by f", _with_ref, "f makes a mutable array")
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
-_plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
+_plainly("an f that couples the examples", lambda w, x: encode(w, x - x.mean(0)))
 
 
 # --- arguments --------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def a_callback_that_counts_in_checkpoint(checkpoint: Any) -> Any:
     return both(lambda w: checkpoint(f)(w, X), W), counter.calls
 
 
-# --- around -----------------------------------------------------------------------------------
+# --- transforms around the operator -----------------------------------------------------------
 
 
 @program()
@@ -340,7 +341,7 @@ def a_tracer_of_a_scan_around(chunked: Any) -> Any:
     return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
 
 
-# --- what f stands in -------------------------------------------------------------------------
+# --- control flow around f --------------------------------------------------------------------
 
 
 @program()

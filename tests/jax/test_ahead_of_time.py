@@ -1,7 +1,7 @@
-"""What the compilers of TPU and GPU make of the JAX half, ahead of time; no device is needed.
+"""Ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
 
-`make tpu` and `make cuda` install the compilers and run these. What is compiled is the benchmark's
-own (benchmarks/ahead_of_time.py), and every use of every public name.
+`make tpu` and `make cuda` install the compilers and run these tests, which compile the programs of
+benchmarks/ahead_of_time.py and every use of every public name.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ TARGETS = [
 
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
-    """A compiler, and the type of arrays."""
+    """A compiler target and the dtype of arrays."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 
 
 @pytest.fixture(params=[p for p in TARGETS if p.values[0].dtype == jnp.float32])
 def single(request) -> Target:
-    """A compiler, for float32."""
+    """A compiler target for float32."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 
 
 # --- costs -----------------------------------------------------------------------------------
 
-# Where not all is equal: the norm is taken so that it cannot overflow; x + stop_gradient(g(x) - x)
-# takes a subtraction more; a chunk's number is kept; chunks are weighted, bfloat16's in float32.
+# Operators that need more than handwritten code: the norm avoids overflow, x + stop_gradient(g(x) -
+# x) has an additional subtraction, a chunk stores its index, and chunks are weighted, in float32
+# for bfloat16.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_and_grad")
 
 
@@ -56,7 +57,7 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
         return
     totals = (
         4 * ahead.WIDTH**2 if name == "microbatched_value_and_grad" else 0
-    )  # bytes of a float32 sum
+    )  # bytes of the float32 sum of gradients
     assert ours.temporaries <= hand.temporaries + totals + 2**19
     assert ours.flops is None or ours.flops[0] <= 1.01 * hand.flops[0]
     assert ours.peak is None or ours.peak <= 1.01 * hand.peak + totals
@@ -65,9 +66,10 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
 def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(target):
     costs = {count: ahead.chunks(target, count) for count in ahead.COUNTS}
     rows = ahead.CHUNK * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-    sums = 4 * ahead.LAYERS * ahead.FEATURES**2  # parameters' gradients are added in float32
+    # gradients of parameters are accumulated in float32
+    sums = 4 * ahead.LAYERS * ahead.FEATURES**2
     for count, found in costs.items():
-        # outputs, their cotangents, and a float32 batch rounded to bfloat16 for TPU's products
+        # outputs, their cotangents, and a float32 batch that is rounded to bfloat16 on TPU
         outputs = 3 * count * rows
         alone, ours = found["one chunk alone"], found["chunked"]
         if target.platform == TPU:
@@ -76,14 +78,14 @@ def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(t
         else:
             assert ours.temporaries <= 1.1 * (alone.temporaries + outputs + sums)
     few, many = (costs[n]["at once"].temporaries for n in (8, 32))
-    assert many - few > 20 * 24 * rows  # 16 layers, of which something is kept of each
+    assert many - few > 20 * 24 * rows  # each of the 16 layers saves a residual
 
 
 def test_a_mixed_partial_needs_the_same_at_any_depth(target):
     costs = [ahead.depth(target, n) for n in ahead.DEPTHS]
     weights = [
         n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize for n in ahead.DEPTHS
-    ]  # which a compiler may hold a second time, rounded or laid out otherwise
+    ]  # the compiler may keep a second copy with another dtype or layout
     ours = [c["mixed_partial"].temporaries - 2 * w for c, w in zip(costs, weights, strict=True)]
     assert max(ours) <= max(0, 1.1 * ours[0])
     plain = [c["double backward"] for c in costs]
@@ -97,7 +99,8 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows  # and the slopes' cotangents
+        # one graph of G, and the gradients of all uses with their cotangents
+        one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries
 
@@ -114,7 +117,8 @@ def test_a_contrastive_step_needs_no_matrix_of_pairs(target):
 def test_devices_gather_features_and_reduce_parameters_once(kind, board, single):
     count = len(ahead.devices(single.platform, board))
     found = ahead.meshes(single, kind, board)
-    # the parameters' gradients and the loss; without shard_map also the features' cotangents
+    # All-reduces of the parameter gradients and the loss; without shard_map also of the features'
+    # cotangents.
     reductions = {"shard_map": 1, "Explicit": 3, "Auto": 3}[kind]
     assert 0 < found.moves["all-reduce"] <= reductions + (found.moves["reduce-scatter"] == 0)
     features = count * 4 * ahead.CHUNK * ahead.FEATURES * 4

@@ -1,4 +1,4 @@
-"""Chunks in JAX, against the plain loop over chunks with every graph kept."""
+"""Chunks in JAX compared with a plain loop over chunks that keeps every graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(size, chunk_size, interleaved=False):
 
 
 def by_loop(f, x, chunk_size, interleaved=False):
-    """concat(f(i, chunk) for each chunk), in the order of the batch."""
+    """Concatenate f(i, chunk) over all chunks, in the order of the batch."""
     rows = rows_of(len(x), chunk_size, interleaved)
     out = jnp.concatenate([f(i, x[r]) for i, r in enumerate(rows)])
     return out[np.argsort(np.concatenate(rows))]
@@ -44,7 +44,7 @@ def embed(w, x):
 
 
 def contrast(z):
-    """A loss in which every example meets every other."""
+    """A loss that couples all pairs of examples."""
     z = jnp.concatenate([z.real, z.imag], -1) if jnp.iscomplexobj(z) else z
     order = jnp.arange(z.size).reshape(z.shape)
     return jnp.sum(jnp.sin(z @ z.T)) + jnp.sum((order % 3 - 1) * z * z * z)
@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """The gradient, and Hessian products in both mixes, along the arguments themselves."""
+    """Return the gradient and both mixed-mode Hessian-vector products along the arguments."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(
@@ -68,11 +68,11 @@ def second(loss, *args):
     return gradient(*args), jax.jvp(gradient, args, args)[1], jax.grad(inner, both)(*args)
 
 
-# --- the same function ---------------------------------------------------------------------
+# --- results equal those of the plain function ---------------------------------------------
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
-    """Interleaved into 4, 4, 4 and 3: the second and the third are one run that is kept."""
+    """The chunks are 4, 4, 4 and 3 examples; the second and third form one run of saved chunks."""
     x = jnp.arange(15.0)
     run = gt.chunked(jnp.sin, 4, interleaved=True)
     same(run(x), jnp.sin(x))
@@ -80,7 +80,7 @@ def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
 
 
 def meeting(w, x):
-    """In it the examples of a chunk meet, so it matters which they are."""
+    """The examples of a chunk interact, so the result depends on which examples it contains."""
     return jnp.sin(x @ w) * jnp.cos(x @ w).sum(0)
 
 
@@ -102,7 +102,8 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
     held = lambda w: gt.chunked(lambda x: w * x, 1)(x)
     for f in (given, held):
         slope = jax.grad(lambda w, f=f: jnp.sum(f(w).astype("float32")))
-        assert slope(w) == jax.jit(slope)(w) == 4096  # a sum of narrow ones ends at 2048, or 256
+        # a bfloat16 or float16 sum would stop at 256 or 2048
+        assert slope(w) == jax.jit(slope)(w) == 4096
 
 
 # --- lists ---------------------------------------------------------------------------------
@@ -121,11 +122,11 @@ def test_a_list_of_equal_examples_is_scanned(interleaved):
     loss = lambda run: lambda w, xs: contrast(run(w, xs))
     ours = jax.jit(jax.grad(loss(run), (0, 1)))(W, list(X))
     same(ours, jax.jit(jax.grad(loss(f), (0, 1)))(W, list(X)), 1e-11)
-    assert len(calls) == 2 + 1  # two sizes of chunks; the plain function
+    assert len(calls) == 2 + 1  # f is called for two chunk sizes, and once by the plain function
 
 
 def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
-    """Interleaved into 2, 2, 2 and 1, of which the second and the third are alike."""
+    """The chunks are 2, 2, 2 and 1 examples, of which the second and third have equal shapes."""
     names, x = ["a", "bb", "bb", "bb", "a", "bb", "bb"], jnp.arange(7.0)
     f = lambda names, x: jnp.sin(x) * jnp.asarray([float(len(name)) for name in names])
     run = gt.chunked(f, 2, interleaved=True)
@@ -137,7 +138,7 @@ def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
 
 
 def normalised(w, x, state):
-    """A batch norm, which needs its statistics only to hand them on, and a state that it uses."""
+    """A batch norm whose output also depends on a running mean and a count in the state."""
     y = x @ w
     mean = y.mean(0)
     out = jnp.sin(y - mean) * (1 + 0.1 * state["seen"]) + jnp.tanh(state["mean"])
@@ -173,7 +174,7 @@ def test_a_carry_goes_through_the_chunks_once(chunk_size, interleaved):
 
     def loss(run, w, x):
         out, state = run(w, x)
-        return contrast(out) + jnp.sum(state["mean"] ** 2), state  # the state is no path to w
+        return contrast(out) + jnp.sum(state["mean"] ** 2), state  # the state has no path to w
 
     constant = lambda w, x: (lambda out, state: (out, jax.lax.stop_gradient(state)))(*plain(w, x))
 
@@ -221,7 +222,7 @@ def counted(f):
     ("chunk_size", "options", "traces"),
     [
         (5, {}, 1),
-        (4, {}, 2),  # the last chunk has a shape of its own
+        (4, {}, 2),  # the last chunk has another shape
         (4, {"interleaved": True}, 2),
         (10, {}, 1),
     ],
@@ -233,10 +234,10 @@ def test_f_is_traced_once_for_each_shape_and_never_again(chunk_size, options, tr
     step(W, X)
     assert f.calls == traces
     step(2 * W, X + 1)
-    assert f.calls == traces  # a second entry in jit's cache would be a second trace
+    assert f.calls == traces  # another entry in the cache of jit would mean another trace
 
 
-# --- what is said --------------------------------------------------------------------------
+# --- progress bars and messages ------------------------------------------------------------
 
 
 def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch):
@@ -320,7 +321,7 @@ def test_the_work_is_4F(interleaved):
     assert flops(total(run), WS, BIG) == 4 * FORWARD
 
 
-# Bytes
+# Bytes of temporary buffers
 
 SHAPES = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")]
 LAYERS = [SHAPES] * 3
@@ -334,7 +335,7 @@ def wide(ws, x):
 
 @functools.cache
 def temporary(f, count, argnums=0, size=64):
-    """The peak of what the compiled gradient holds besides its arguments and results."""
+    """Return the peak bytes of the compiled gradient without its arguments and results."""
     x = jax.ShapeDtypeStruct((count * size, 64), "float32")
     loss = lambda ws, x: jnp.sum(f(ws, x) ** 2 * 0.5)
     program = jax.jit(jax.grad(loss, argnums)).lower(LAYERS, x).compile()
@@ -349,12 +350,13 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # themselves, their cotangents, and once to join them
-    assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs  # which the plain one is not
+    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenation.
+    # The plain function needs memory for each chunk.
+    assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):
-    """What a second derivative keeps, in arrays of a chunk's size."""
+    """Return how many arrays a second derivative keeps for each further chunk."""
     layers = jnp.ones((depth, 64, 64), "float32") / 64
 
     def f(x):
@@ -380,7 +382,8 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20  # as with jax.checkpoint by hand
+    # jax.checkpoint on each chunk keeps as many arrays
+    assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 
 # --- devices -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Eager operators compile a program once, whatever arrays it closes over."""
+"""Eager operators compile a program only once, even with different closed-over arrays."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ sloped_too.defvjp(lambda x: (x, None), lambda _, c: (slope[0] * c,))
 by_module = jax.custom_vjp(lambda x: x * 1.0)
 by_module.defvjp(lambda x: (x, None), lambda _, c: (config.factor * c,))
 
-of_jax = jax.custom_jvp(jnp.abs)  # a rule for a function of JAX
+of_jax = jax.custom_jvp(jnp.abs)  # jnp.abs as a function with a custom_jvp rule
 of_jax.defjvps(lambda dx, y, x: slope[0] * dx)
 RULES = {
     "custom_rule": sloped,

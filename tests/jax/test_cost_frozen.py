@@ -1,4 +1,4 @@
-"""What second derivatives through `frozen` keep and cost in JAX."""
+"""Memory and FLOPs of second derivatives through `frozen` in JAX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_z(G):
 
 
 def kept(G, w):
-    """Bytes that a pullback of the gradient function holds, besides the weights."""
+    """Return the bytes that the pullback of the gradient function keeps, without the weights."""
     _, pull = jax.vjp(lambda y: by_z(G)(y, Z), Y)
     arrays = {id(x): x for x in jax.tree.leaves(pull) if hasattr(x, "nbytes")}
     return sum(x.nbytes for x in arrays.values() if x.size != w.size)
@@ -51,14 +51,14 @@ def test_what_a_use_keeps_does_not_grow_with_depth():
 
 
 def flops(fun, *args):
-    """Of matrix products, loops times their trips, as run outside of jit: nothing is left out."""
+    """Count FLOPs of matrix products outside of jit, multiplied by the trip counts of loops."""
     return flops_of(jax.make_jaxpr(fun)(*args))
 
 
 def flops_of(jaxpr):
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        assert eqn.primitive.name != "while", "a loop with an unknown trip count"
         if eqn.primitive in (primal_p, value_p, tangent_p):
             avals = [v.aval for v in eqn.invars]
             total += flops(partial(eqn.primitive.impl, **eqn.params), *avals)
@@ -128,7 +128,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
 
 
 def graph_of(G, z):
-    """Bytes that the pushforward of G at z holds, besides the weights."""
+    """Return the bytes that the pushforward of G at z keeps, without the weights."""
     leaves = jax.tree.leaves(jax.linearize(G, z)[1])
     arrays = {id(x): x for x in leaves if x.shape != network(DEPTH)[1].shape}
     return sum(x.nbytes for x in arrays.values())

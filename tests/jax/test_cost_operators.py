@@ -1,6 +1,6 @@
-"""Every public operator costs what the same thing costs by hand, in the benchmark's own cases.
+"""Every public operator costs as much as handwritten code, in the cases of the benchmark.
 
-Of numbers that are counted, so the same on every machine; `make bench` adds the seconds.
+These costs are counts, so they are equal on every machine; `make bench` also measures seconds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.support.costs import cost
 CASES = cost_jax.cases()
 ARGS = cost_jax.arrays(64, 64)
 MORE = {
-    # the largest entry is divided out first, so that the norm cannot overflow
+    # the input is divided by its largest entry, so that the norm cannot overflow
     "clip_gradient": (1.03, 1.02),
-    # chunks are weighted before they are added
+    # The chunks are weighted before they are added.
     "microbatched_value_and_grad": (1.02, 1.01),
 }
 

@@ -1,4 +1,4 @@
-"""Under jit an own rule costs what the same formulas cost as jax.custom_vjp or custom_jvp."""
+"""Under jit, a custom rule costs as much as jax.custom_vjp or jax.custom_jvp."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Cost(NamedTuple):
     loops: int
 
 
-QUICK = {"xla_backend_optimization_level": 0}  # what is counted is the program, not its code
+# the test counts operations of the program, so it skips optimization of the code
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def cost(f, *args, options=QUICK):
-    """What a jitted f is, counted by XLA."""
+    """Count the operations and bytes of the compiled f with XLA."""
     program = jax.jit(f).lower(*args).compile(options)
     found, memory = program.cost_analysis(), program.memory_analysis()
     return Cost(
@@ -48,7 +49,7 @@ COSTS: dict = {}
 
 
 def by_hand(rule, program):
-    """What a program with a hand-written rule costs; asked of each once."""
+    """Return the cost of a program with a handwritten rule, cached by rule and program."""
     of, *args = program
     if (id(rule), id(program)) not in COSTS:
         COSTS[id(rule), id(program)] = rule, program, cost(of(rule), *args)
@@ -59,7 +60,7 @@ def no_more(ours, by_hand):
     return all(a <= b for a, b in zip(ours, by_hand, strict=True))
 
 
-# --- rules: one that saves its input, its output, intermediates, what a loop has found ----
+# --- rules that save the input, the output, intermediates or the result of a loop ---------
 
 
 class Given(NamedTuple):
@@ -84,7 +85,7 @@ def sinh_jvp(primals, tangents):
 
 
 def search(x):
-    """Something expensive that reverse mode cannot enter."""
+    """An expensive function with a while loop, which reverse mode does not support."""
 
     def step(state):
         i, z = state
@@ -182,7 +183,7 @@ FEW = ("square", "sinh")
 
 
 def cells(programs, rules, given):
-    """Every combination."""
+    """Return test parameters for all combinations of programs, rules and variants."""
     return [
         pytest.param(programs[program], RULES[name], which, id=f"{name}-{program}-{which}")
         for name in rules
@@ -232,7 +233,7 @@ def test_a_second_derivative_costs_no_more_than_with_custom_vjp(program, rule, g
     assert no_more(cost(of(own(rule, given)), *args), by_hand(with_vjp(rule), program))
 
 
-# --- residuals that the batch, or the step of a loop, does not change --------------------
+# --- residuals that do not depend on the batch or on the loop index ----------------------
 
 
 def weighted_fwd(w, x):
@@ -251,7 +252,7 @@ WEIGHTED = Given(lambda w, x: weighted_fwd(w, x)[0], weighted_fwd, weighted_bwd,
 
 
 def residuals(f, *args):
-    """The bytes of what the pullback keeps."""
+    """Return the bytes of the residuals of the pullback."""
     kept = jax.tree.leaves(jax.vjp(f, *args)[1])
     return sum({id(a): a.nbytes for a in kept}.values())
 
@@ -291,7 +292,7 @@ def test_a_pullback_keeps_what_bwd_reads(name, loop):
     assert residuals(of(own(rule, "vjp")), X) == residuals(of(with_vjp(rule)), X)
 
 
-# --- a forward rule with a linear loop in it, under reverse mode -------------------------
+# --- a forward rule that contains a linear loop, in reverse mode -------------------------
 
 
 def relaxed(x):
@@ -299,7 +300,7 @@ def relaxed(x):
 
 
 def relaxed_jvp(primals, tangents):
-    """Its tangent is found by a few steps that are linear in it."""
+    """The tangent is computed by a fixed number of linear iterations."""
     (x,), (dx,) = primals, tangents
     y = jnp.exp(x)
 

@@ -1,4 +1,4 @@
-"""Edited gradients in what only JAX has: branches that are not taken, its own second order."""
+"""Gradient edits in JAX only: branches that are not taken, and JAX's own second derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = jnp.array([1.0, 2.0])
 @pytest.mark.slow_at("True")
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
-    """Data flow counts both branches, so dx is delivered either way."""
+    """Data flow counts both branches, so the gradient of x is replaced in either case."""
 
     def f(p, x):
         y = gt.replace_gradient(x, jnp.array([5.0, 7.0]))

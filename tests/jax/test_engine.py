@@ -1,4 +1,4 @@
-"""How the JAX wing evaluates: once, inside every transform, also where it cannot be traced."""
+"""The JAX engine evaluates f once, inside of every transform and on concrete values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_where_f_cannot_be_traced_a_zero_gradient_warns():
     _same(g, 0 * X)
 
 
-# --- rules of the user's inside f --------------------------------------------------------
+# --- the user's own rules inside f -------------------------------------------------------
 
 
 @jax.custom_vjp
@@ -89,7 +89,7 @@ def test_forward_over_reverse_goes_through_a_custom_vjp_as_in_jax():
     _same(found, -2 * jnp.sin(X))
 
 
-# --- conventions at the edge -------------------------------------------------------------
+# --- gradient conventions of native and gradtools operators ------------------------------
 
 
 def test_native_grad_through_an_edit_is_in_jaxs_convention():
@@ -131,8 +131,9 @@ STOPPED_CARRY = lambda c, _: (2 * jax.lax.stop_gradient(c), None)
     ("f", "reaches"),
     [
         (lambda x: first_alone(x, x).sum(), True),
-        (lambda x: first_alone(ONES, x).sum(), False),  # the rule's function does not read it
-        (lambda x: jnp.round(x).sum(), True),  # a derivative that is zero
+        # the rule's function ignores its second argument
+        (lambda x: first_alone(ONES, x).sum(), False),
+        (lambda x: jnp.round(x).sum(), True),  # the derivative of round is zero everywhere
         (lambda x: jax.lax.scan(STOPPED_CARRY, x, None, 3)[0].sum(), False),
         (lambda x: gt.stop_gradient(x).sum(), False),
         (lambda x: gt.scale_gradient(x, 0.0).sum(), True),

@@ -1,6 +1,6 @@
-"""Batches sharded over meshes of Explicit and Auto axes, on eight devices that the host plays.
+"""Batches sharded over meshes of Explicit and Auto axes, on eight simulated CPU devices.
 
-One process runs all of it; the same programs on one device, without a mesh, say what is right.
+All programs run in one subprocess and are compared with the same programs on one device.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_a_use_is_traced_once_for_all_its_derivatives(derivative):
 
 
 def test_what_it_closes_over_may_be_of_a_trace_that_has_ended():
-    """The pullback runs after the scan's body was traced, of which `a` is."""
+    """The pullback runs after the trace of the scan's body, to which `a` belongs, has ended."""
 
     def total(G_of):
         def run(y):
@@ -84,7 +84,7 @@ def test_a_closed_over_parameter_that_is_differentiated_raises():
         jax.grad(inner)(A)
 
 
-# --- what has no forward mode ------------------------------------------------------------------
+# --- functions without forward mode ------------------------------------------------------------
 
 
 @jax.custom_vjp
@@ -130,7 +130,7 @@ def test_where_forward_mode_fails_reverse_mode_twice_is_taken_and_said(name, wra
 
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_captured_weights_are_in_the_compiled_program_once(kind):
-    """For the value, the pullback and the pushforward together, as in plain JAX."""
+    """The value, the pullback and the pushforward share one copy, as in plain JAX."""
     weights = [kind(np.full((64, 64), 0.1)) for _ in range(2)]
 
     def net(z):

@@ -1,4 +1,4 @@
-"""The passes of a JAX program: loops with bodies, decisions on values, what leaves, complex."""
+"""Forward and backward graphs of JAX programs: loops, branches on values, callbacks, complex."""
 
 import numpy as np
 import pytest

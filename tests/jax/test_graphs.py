@@ -1,4 +1,4 @@
-"""A jaxpr as a graph: operations, lines, modules, marks, bodies; programs that decide on values."""
+"""A jaxpr as a graph: operations, lines, modules, marks, loop bodies and branches on values."""
 
 import inspect
 
@@ -62,7 +62,7 @@ def test_an_operation_says_what_it_carries_and_why_not(f, strength, loss):
     assert [found.node.loss for found in losses(g, g.inputs[0])] == ([loss] if loss else [])
 
 
-# --- places ------------------------------------------------------------------------------
+# --- source locations --------------------------------------------------------------------
 
 
 def test_the_line_is_the_innermost_of_the_users_own():
@@ -92,7 +92,7 @@ def test_marks_tell_what_is_special(f, mark):
         assert {node.mark for _, node in graph(f).walk()} == {""}
 
 
-# --- programs that decide on values ------------------------------------------------------
+# --- programs that branch on values ------------------------------------------------------
 
 
 def decided(f, *leaves):
@@ -166,7 +166,7 @@ def test_what_leaves_the_framework_is_refused_by_name(f, operation):
 
 
 def zeros(f, *args, argnums=0):
-    """The operations at which the gradient is zero, by why_zero."""
+    """Return the operations at which the gradient is zero according to why_zero."""
     report = gt.why_zero(f, *(args or (X,)), argnums=argnums)
     assert all(finding.kind == "zero" for finding in report)
     return [finding.operation for finding in report]
@@ -212,7 +212,7 @@ def test_a_gradient_is_followed_through_mutable_references(write):
 def test_a_stopped_write_to_a_reference_is_located():
     def f(x):
         ref = jax.new_ref(jnp.zeros_like(x))
-        ref[...] = lax.stop_gradient(x * 2)  # JAX 0.10 cannot differentiate this
+        ref[...] = lax.stop_gradient(x * 2)  # JAX 0.10 cannot differentiate this write
         return ref[...].sum()
 
     (finding,) = gt.why_zero(f, X).findings

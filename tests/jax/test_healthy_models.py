@@ -1,4 +1,4 @@
-"""In healthy training losses of modules why_zero finds nothing; a planted term is found."""
+"""why_zero reports nothing for healthy losses of modules and reports each planted bug."""
 
 from __future__ import annotations
 

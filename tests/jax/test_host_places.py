@@ -1,7 +1,7 @@
-"""Where a host function's results are: on eight devices that the host plays, eager and compiled.
+"""Devices of the results of host functions, on eight simulated devices, eager and compiled.
 
-JAX's own operations leave results where their arguments are; so do host functions, and what is
-public besides. One process runs all of it.
+Operations of JAX return results on the devices of their arguments. Host functions and all other
+public functions must do the same. All programs run in one subprocess.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops over a batch outside of any trace: compiled once for bodies that do the same."""
+"""Eager loops over a batch compile once for bodies that compute the same function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def programs() -> int:
 
 
 def diagonal(f):
-    """The diagonal of f's Jacobian, one row at a time; f works entry by entry."""
+    """Return the diagonal of f's Jacobian, computed row by row; f is elementwise."""
     return np.diag(np.asarray(gt.jacobian(f, chunk_size=1)(jnp.asarray(X))))
 
 

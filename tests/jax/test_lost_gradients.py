@@ -1,4 +1,4 @@
-"""Every cause of a lost gradient is found at its line with its kind; healthy functions are not."""
+"""why_zero finds each cause of a lost gradient with its line and kind, and nothing else."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Lost gradients in training in JAX: planted losses, each against plain steps that move nothing."""
+"""Lost gradients in JAX training: losses with planted bugs, compared with plain optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ F64 = jnp.float64
 
 @dataclass(frozen=True)
 class Loop:
-    """A model in training: `loss(model)` is what is differentiated.
+    """A model and its training loss: `loss(model)` is differentiated.
 
-    tx: The transformation of optax by which plain steps are made.
-    given: What is told of the optimizer, if it is not that.
+    tx: The optax transformation of the plain steps.
+    given: The optimizer that why_zero gets, if it is not tx.
     """
 
     model: Any
@@ -70,7 +70,7 @@ class Stopped(Graph):
 
 
 class Noisy(Graph):
-    """Its calls change it."""
+    """A model with batch norm and dropout, whose state changes with each call."""
 
     def __init__(self):
         super().__init__()
@@ -184,8 +184,10 @@ PLANTED = {
         lambda: of_graph(Noisy()),
         {**nothing("detached"), "norm.scale": "detached", "norm.bias": "detached"},
     ),
-    "nnx: a variable that is no parameter": Planted(lambda: of_graph(Table(), optax.sgd(0.1)), {}),
-    "nnx: an optimizer that a filter leaves short": Planted(
+    "nnx: a variable that is not a parameter": Planted(
+        lambda: of_graph(Table(), optax.sgd(0.1)), {}
+    ),
+    "nnx: an optimizer whose filter omits a parameter": Planted(
         filtered_optimizer, nothing("not_optimized"), oracle=False
     ),
     "equinox: a gate by comparison": Planted(
@@ -194,17 +196,17 @@ PLANTED = {
     "equinox: a gate that is rounded": Planted(
         lambda: of_tree(Rounded(), optax.sgd(0.1)), {"gate": "zero_derivative"}
     ),
-    "equinox: a label that freezes": Planted(labelled, {"body.weight": "not_optimized"}),
-    "equinox: a mask that hands on": Planted(
+    "equinox: a label for frozen parameters": Planted(labelled, {"body.weight": "not_optimized"}),
+    "equinox: a mask that passes gradients through": Planted(
         masked, {"body.weight": "not_optimized"}, oracle=False
     ),
-    "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimized"}),
+    "equinox: a mask of zero updates": Planted(masked_adam, {"body.weight": "not_optimized"}),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
 }
 
 
 def still(loop, steps):
-    """The names of what plain steps of JAX and optax do not move."""
+    """Return the names of the parameters that plain steps of JAX and optax do not change."""
     tx = loop.tx or optax.sgd(0.1)
     if isinstance(loop.model, nnx.Module):
         graph, params, rest = nnx.split(loop.model, nnx.Param, ...)
@@ -231,8 +233,8 @@ def _state_like(model, pure):
 
 
 @pytest.mark.quick_at(
-    "equinox: a label that freezes",
-    "equinox: a mask that hands on",
+    "equinox: a label for frozen parameters",
+    "equinox: a mask that passes gradients through",
 )
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("name", PLANTED)

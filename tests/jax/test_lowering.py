@@ -1,6 +1,6 @@
-"""Every use of every public name is lowered for TPU and CUDA, on any machine.
+"""Every use of every public name lowers for TPU and CUDA on any machine.
 
-What their compilers make of it, `make tpu` and `make cuda` say (test_ahead_of_time.py).
+`make tpu` and `make cuda` also compile the lowered programs; see test_ahead_of_time.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Registered classes whose `__init__` looks at its arrays: they are made of arrays only."""
+"""Pytree classes whose `__init__` inspects its arrays are only constructed from arrays."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def floating(a):
 
 INITS = {
     "casts": lambda a: a.astype(jnp.float32),
-    "looks at the shape": of_three,
-    "looks at the type": an_array,
-    "looks at the dtype": floating,
+    "inspects the shape": of_three,
+    "inspects the type": an_array,
+    "inspects the dtype": floating,
     "computes": lambda a: a + 0 * jnp.sum(a),
 }
 
@@ -56,7 +56,7 @@ def class_of(init):
 
 
 def gradient(of):
-    """The gradient, at a field, of the sum of `of(field)`, a field."""
+    """Return the gradient with respect to a field F of the sum of the field `of(F)`."""
     return lambda F, x=X: gt.grad(lambda c: of(F, c).a.sum())(F(x)).a
 
 
@@ -131,7 +131,8 @@ def test_a_class_is_made_of_arrays_only(operator, init):
     np.testing.assert_allclose(run(class_of(init)), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in INITS if name != "computes"])  # by jax.numpy
+# the __init__ of "computes" calls jax.numpy
+@pytest.mark.parametrize("name", [name for name in INITS if name != "computes"])
 def test_a_kernel_gets_the_class_made_of_numpy_arrays(name):
     F = class_of(INITS[name])
     kernel = gt.host_function(lambda c: np.asarray(c.a) * 2, out=gt.ArraySpec((3,), "float32"))

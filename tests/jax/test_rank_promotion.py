@@ -1,4 +1,4 @@
-"""A project may make an error of rank promotion, or of NaN: gradtools itself makes neither."""
+"""gradtools works with jax_numpy_rank_promotion="raise" and with jax_debug_nans=True."""
 
 from __future__ import annotations
 

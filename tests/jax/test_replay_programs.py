@@ -1,4 +1,4 @@
-"""What JAX computes again is what was computed: the programs of `tests/jax/replay_programs.py`."""
+"""Recomputed values in JAX equal the first ones in all programs of `replay_programs.py`."""
 
 from __future__ import annotations
 

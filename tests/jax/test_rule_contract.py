@@ -1,7 +1,7 @@
-"""What the author of a rule is held to in JAX, and what JAX's own rules can do and ours can too.
+"""Requirements on custom rules in JAX, and features that they share with JAX's own rules.
 
-Programs are data. `jax.custom_jvp` and `jax.custom_vjp` are the oracle where they take the same
-program; what they get wrong, or cannot do, is told by a closed form.
+The programs are data. `jax.custom_jvp` and `jax.custom_vjp` compute the expected values where they
+support the program; a closed form does otherwise.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_pullback_may_be_what_a_rule_saves():
     same(jax.jvp(g, (X,), (X,))[1], SWISH * X)
 
 
-# --- what is not differentiated ----------------------------------------------------------
+# --- symbolic zeros and nondifferentiable arguments --------------------------------------
 
 
 def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent():
@@ -99,7 +99,7 @@ def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent()
     assert (False, True) in tangents
 
 
-# --- iterative solvers, and zeros of whole subtrees ------------------------------------------
+# --- iterative solvers, and subtrees with zero tangents --------------------------------------
 
 
 @pytest.mark.parametrize("aux", [{"n": 3}, (1, np.arange(2)), {"a": [1], "b": {"c": 2.0}}], ids=str)

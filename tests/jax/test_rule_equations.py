@@ -1,6 +1,6 @@
-"""A rule as an equation of a jaxpr: printing it, and outputs that are not used.
+"""A custom rule as a jaxpr equation: printing, and unused outputs.
 
-JAX's own `custom_jvp` and `custom_vjp` are the oracle.
+The expected values come from JAX's own `custom_jvp` and `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ NATIVE = {by_jvp: jax.custom_jvp, by_vjp: jax.custom_vjp}
 both = pytest.mark.parametrize("given", [by_jvp, by_vjp])
 
 
-# --- outputs that nobody uses
+# --- unused outputs
 
 
 def part(f, used, args=(X, Y)):
-    """f with these outputs alone, as JAX leaves it where the others are not used."""
+    """Return f with only the used outputs, after JAX's dead code elimination."""
     jaxpr, _ = pe.dce_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, used)
     return jaxpr, lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)
 

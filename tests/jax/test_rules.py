@@ -1,4 +1,4 @@
-"""Rules in JAX: other platforms, export, sharding, residuals, and JAX's own checks."""
+"""Custom rules in JAX: other platforms, export, sharding, residuals and JAX's own checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_gradient_inside_shard_map(name, check):
 
 
 def _ruled(f, mode):
-    """f by a rule of its own, in one mode or in both, or frozen."""
+    """Return f with a custom rule for one or both modes, or `gt.frozen(f)`."""
     rule = gt.custom_rule(f)
     if "reverse" in mode:
         rule.defvjp(lambda x: jax.vjp(f, x), lambda pull, c: pull(c))
@@ -100,7 +100,7 @@ def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
 
 
 def test_a_scan_over_reversals_keeps_no_x():
-    """Its linear map reads the scale alone, so no stack of x is kept for the backward pass."""
+    """The backward pass reads only the scale, so the scan saves no copies of x."""
 
     def loss(x):
         turn = lambda c, _: (gt.reverse_gradient(c, 0.5) * 2.0, None)
@@ -111,7 +111,7 @@ def test_a_scan_over_reversals_keeps_no_x():
 
 
 def _scaled_exp(c):
-    """A rule that uses itself and closes over c."""
+    """A rule that calls its own function and closes over c."""
     f = gt.custom_rule(lambda x: jnp.exp(c * x))
     f.defvjp(lambda x: (f(x), x), lambda x, g: (g * c * f(x),))
     return f
@@ -176,7 +176,8 @@ def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():
 
 def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     double = gt.custom_rule(lambda x: 2 * x)
-    double.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))  # not what its code gives
+    # deliberately not the derivative of the function
+    double.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))
     x = jnp.ones(3)
     slope = jax.grad(lambda x: double(x).sum())(x)
     (transposed,) = jax.linear_transpose(double, x)(x)
@@ -186,7 +187,7 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
 
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):
-    """As jax.custom_vjp demands it with check_vma."""
+    """jax.custom_vjp requires this sum under check_vma."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = lambda w, x: jnp.sin(w * x)

@@ -1,4 +1,4 @@
-"""A key that all chunks share gives each chunk the same numbers: refused, or folded if named."""
+"""A random key shared by all chunks raises an error; a key in key_argnums is folded per chunk."""
 
 from __future__ import annotations
 

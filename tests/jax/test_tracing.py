@@ -1,4 +1,4 @@
-"""Connectedness in JAX is data flow through the jaxpr, less the cut table."""
+"""Connectedness in JAX is data flow through the jaxpr without the operations of the cut table."""
 
 import inspect
 
@@ -33,18 +33,18 @@ def jaxpr_of(f, *args):
 
 
 def losses_of(f, *args):
-    """Where the first argument is lost."""
+    """Return the operations at which the gradient of the first argument is lost."""
     graph = graph_of(jaxpr_of(f, *args))
     return losses_between(graph, graph.inputs[0], graph.outputs)
 
 
 def reached(jaxpr):
-    """For each input: does it reach an output?"""
+    """Return for each input whether it reaches an output of the jaxpr."""
     return [any(column) for column in zip(*reached_matrix(jaxpr), strict=True)]
 
 
 def connected(f, *args):
-    """`reached`, as the graph says it."""
+    """Return for each input whether it reaches an output of the graph without a cut."""
     rows = dependence_matrix(graph_of(jaxpr_of(f, *args)))
     return [max(column) > Dependence.CUT for column in zip(*rows, strict=True)]
 
@@ -88,7 +88,7 @@ def newton(theta):
 
 
 def slow_carry(x):
-    """Data needs three rounds to come from the first carry to the last."""
+    """Data from the first carry needs three iterations to reach the last carry."""
     return lax.fori_loop(0, 9, lambda _, c: (c[0], c[0], c[1], c[2]), (x, 0 * ONE, ONE, ONE))[3]
 
 
@@ -103,21 +103,21 @@ CONNECTED = {
     "the gradient of a sum of squares": (jax.grad(lambda x: (x**2).sum()), X),
     "a solve, by its matrix, whose LU is stopped": (lambda a: jnp.linalg.solve(a, X), A),
     "an implicit root, found by comparisons": (newton, ONE),
-    "the values that follow a sort": (lambda x: lax.sort((X, x), num_keys=1)[1], X),
+    "the values of a sort with keys": (lambda x: lax.sort((X, x), num_keys=1)[1], X),
     "a gather at argmax, by its values": (lambda x: x[jnp.argmax(x)], X),
     "a scatter, by its operand": (lambda x: x.at[0].set(1.0), X),
     "at apply": (lambda x: x.at[0].apply(jnp.sin), X),
-    "a reduction of one's own": (lambda x: lax.reduce(x, ONE, lambda a, b: a * b + a, (0,)), X),
+    "a custom reduction": (lambda x: lax.reduce(x, ONE, lambda a, b: a * b + a, (0,)), X),
     "max pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "SAME"), X),
     "an associative scan": (lambda x: lax.associative_scan(jnp.multiply, x), X),
     "lax.map": (lambda x: lax.map(jnp.sin, x), X),
     "a scan, by its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
-    "a scan, by what it scans": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
-    "a scan, by what it closes over": (
+    "a scan, by its xs": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
+    "a scan, by its captured values": (
         lambda x: lax.scan(lambda c, a: (c + x[0] * a, None), ONE, X)[0],
         X,
     ),
-    "a scan of no steps, by its first carry": (
+    "a scan of length 0, by its initial carry": (
         lambda x: lax.scan(lambda c, _: (stop(c), None), x, None, length=0)[0],
         X,
     ),
@@ -130,17 +130,17 @@ CONNECTED = {
         lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
         X,
     ),
-    "a while loop, by what its body closes over": (
+    "a while loop, by its captured values": (
         lambda x: lax.while_loop(lambda c: c < 9, lambda c: c + x[0], ONE),
         X,
     ),
-    "a while loop that may not run at all": (
+    "a while loop with possibly no iterations": (
         lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: stop(c) + 1, x),
         X,
     ),
     "a cond with one branch cut": (lambda x: lax.cond(x[0] > 0, stop, lambda y: y, x), X),
     "a switch": (lambda x: lax.switch(1, [jnp.sin, jnp.zeros_like], x), X),
-    "a batched cond, whose branches JAX stops": (
+    "a batched cond with stopped branches": (
         jax.vmap(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x)),
         X,
     ),
@@ -165,7 +165,7 @@ CONNECTED = {
     "a random draw that is scaled": (lambda x: x * jax.random.normal(jax.random.key(0), (3,)), X),
     "a reparameterised gamma": (lambda x: jax.random.gamma(jax.random.key(0), x), X + 2),
     "a change of precision": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), X),
-    "a stop beside a free path": (lambda x: stop(x) * x, X),
+    "a stop next to an open path": (lambda x: stop(x) * x, X),
     "the real part": (jnp.real, Z),
     "a complex number from real parts": (lambda x: lax.complex(x, 2 * x), X),
 }
@@ -175,7 +175,8 @@ CONNECTED = {
 def test_data_reaches_the_output_through(name):
     f, x = CONNECTED[name]
     assert reached(jaxpr_of(f, x)) == [True]
-    assert connected(f, x) == [not name.startswith("the first derivative")]  # a comparison
+    # these programs read the argument only in a comparison
+    assert connected(f, x) == [not name.startswith("the first derivative")]
 
 
 # --- cut ---------------------------------------------------------------------------------
@@ -196,12 +197,13 @@ CUT = [
 def test_data_is_cut_where_why_zero_says_so(cause):
     try:
         jaxpr = jaxpr_of(cause.program, *cause.known["args"])
-    except jax.errors.JAXTypeError:  # it leaves JAX, which only an eager run allows
+    except jax.errors.JAXTypeError:
+        # the cause converts a tracer to NumPy, which requires eager execution
         return
     assert not any(reached(jaxpr)[: len(jax.tree.leaves(cause.known["args"][0]))])
 
 
-# --- which output, which input -----------------------------------------------------------
+# --- reachability of each output from each input -----------------------------------------
 
 
 def test_carries_of_a_loop_keep_their_inputs_apart():
@@ -225,11 +227,11 @@ def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
     assert len({*lines}) == 2 and all(line.text.endswith("# here") for line in lines)
 
 
-# --- size --------------------------------------------------------------------------------
+# --- large jaxprs ------------------------------------------------------------------------
 
 
 def test_a_jaxpr_that_shares_its_bodies_is_read_in_linear_time():
-    """Twelve nested calls, each twice: read one by one that would be 2**12 equations."""
+    """Twelve nested calls, each made twice: without sharing these are 2**12 equations."""
     f = jnp.sin
     for _ in range(12):
         f = jax.jit(lambda x, g=f: g(x) + g(x))

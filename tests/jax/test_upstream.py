@@ -1,4 +1,4 @@
-"""What JAX does not document still does what we rely on."""
+"""Undocumented behavior of JAX on which gradtools relies."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_caches_of_jax_keep_no_rule_alive():
 
 
 def test_the_public_place_still_comes_with_pallas():
-    """Once it does not, the private one is no longer needed."""
+    """If this test fails, the import of the private module is no longer needed."""
     run = "import sys, jax.extend.core; sys.exit('jax._src.pallas' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", run], check=False).returncode == 0
 

@@ -1,8 +1,8 @@
-"""JAX's programs in the vocabulary of formulas: each function is read, and right.
+"""The formula vocabulary of JAX: each function is read correctly.
 
-A row of the table is a function and its arguments (`tests/support/formula_rows.py`). Its formula is
-compared with JAX's own derivatives before it is shown, at order 1; every third row at order 2. What
-is written by its name is in `BY_NAME`.
+Each row of the table is a function and its arguments (`tests/support/formula_rows.py`). Its formula
+is compared with JAX's own derivatives at order 1, and for every third row at order 2. `BY_NAME`
+lists the functions that formulas write by their names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RNG = np.random.default_rng(3)
 
 
 def real(*shape):
-    """Away from kinks, and no two entries equal."""
+    """Return normal random numbers away from the kinks at 0, with no two entries equal."""
     x = RNG.normal(size=shape)
     return np.asarray(x + 0.2 * np.sign(x))
 
@@ -36,7 +36,7 @@ def positive(*shape):
 
 
 def checked(f, *args, order=1, tolerance=1e-8):
-    """The formula of f, which was compared with JAX's own derivatives."""
+    """Return the formula of f after a comparison with JAX's own derivatives."""
     moving = [
         any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(arg)) for arg in args
     ]
@@ -61,7 +61,7 @@ def dropping_scan(x):
     return lax.scan(step, x, jax.random.split(KEY, 3))
 
 
-# An expression of a, b, c, and what these are: see `formula_rows`.
+# An expression in a, b, c and d, and the shapes of these arguments; see `formula_rows`.
 TABLE = """
 # elementwise
 jnp.expm1(a) + jnp.exp2(a)                                   ; (3,2)
@@ -120,7 +120,7 @@ ROWS = rows(TABLE)
 
 
 def model(module, x, **options):
-    """A module of flax.linen as a function of its parameters and its input."""
+    """Return a flax.linen module as a function of its parameters and its input."""
     shapes = jax.eval_shape(partial(module.init, **options), KEY, x)
     variables = jax.tree.map(lambda s: positive(*s.shape), shapes)
     params = variables.pop("params")
@@ -140,7 +140,7 @@ class Block(linen.Module):
 
 
 def of_nnx():
-    """A module of flax.nnx as a function of its state."""
+    """Return a flax.nnx module as a function of its state and its input."""
     layers = nnx.Sequential(
         nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.LayerNorm(4, rngs=nnx.Rngs(0))
     )
@@ -168,7 +168,7 @@ def test_a_module_has_its_formula(name):
     assert set(checked(f, *args, tolerance=1e-5 if "nnx" in name else 1e-8).marked) <= BY_NAME
 
 
-# Of what the formula has no algebra.
+# Functions for which the formula has no algebra.
 BY_NAME = set(
     """
     all angle any arccos arcsin arcsinh arctan arctan2 arctanh argmax argsort cbrt cho_solve
@@ -183,7 +183,7 @@ BY_NAME = set(
 
 
 def program(expression, count):
-    """The function of a, b, c."""
+    """Return the expression as a function of its arguments."""
     return eval(f"lambda {', '.join('abcd'[:count])}: {expression}", globals())
 
 
@@ -192,18 +192,18 @@ def program(expression, count):
 def test_a_function_has_its_formula(row):
     args = row.arrays(np.random.default_rng(3))
     order = 2 if ROWS.index(row) % 3 == 0 else 1
-    single = "attention" in row.expression  # JAX computes its softmax in float32
+    single = "attention" in row.expression  # JAX computes the softmax of attention in float32
     tolerance = 1e-5 if single else 1e-9
     formula = checked(program(row.expression, len(args)), *args, order=order, tolerance=tolerance)
     assert set(formula.marked) <= BY_NAME
     assert str(formula)
 
 
-# --- how it reads ------------------------------------------------------------------------
+# --- the text of formulas ----------------------------------------------------------------
 
 
 def lines(f, *args, section=1, **options):
-    """The lines of one part, as people get them."""
+    """Return the lines of one section of the formula."""
     return gt.formula(f, *map(jnp.asarray, args), **options).lines(section)
 
 
@@ -287,7 +287,7 @@ RULES = {
 @pytest.mark.quick_at("jax.custom_vjp", "reverse_gradient", "replace_gradient")
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_what_its_author_says(name):
-    # JAX itself loses a custom_jvp's rule in a loop that it has differentiated.
+    # JAX itself drops the rule of a custom_jvp in a loop that has been differentiated.
     once = ("chunked", "a rule in a loop")
     order = 1 if name in once else 2
     assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))

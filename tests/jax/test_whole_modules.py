@@ -1,8 +1,8 @@
-"""Whole modules of equinox and flax.nnx through the operators, against plain JAX.
+"""Whole equinox and flax.nnx modules as arguments of the operators, compared with plain JAX.
 
-Programs are data: (kind of module) x (operator). The oracle splits the module by its library's
-own words into a list of arrays and takes `jax.grad`, `jax.jvp` and so on of that list, or a plain
-loop; it knows nothing of gradtools.
+The programs are all pairs of a kind of module and an operator. The expected values use no code of
+gradtools: the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp`
+or a plain loop differentiates the loss of that list.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
 F64 = jnp.float64
 
 
-# --- the kinds of modules ----------------------------------------------------------------
+# --- kinds of modules --------------------------------------------------------------------
 
 
 class Mixed(eqx.Module):
-    """Leaves of all kinds that an equinox module may hold."""
+    """An equinox module with leaves of all kinds."""
 
     layer: Any
     activation: Any
@@ -107,15 +107,15 @@ class TiedGraph(nnx.Module):
 class Kind:
     make: Any
     library: str
-    batched: bool = False  # whether the module takes a batch
-    changes: bool = False  # whether a call changes it
+    batched: bool = False  # Whether the module takes a batch of examples.
+    changes: bool = False  # Whether a call changes the module.
 
     def loss(self, module, x):
         out = module(x) if self.batched else jax.vmap(module)(x)
         return (out**2).mean()
 
     def split(self, module):
-        """The list of its arrays, and what makes a module of such a list."""
+        """Return the module's arrays and a function that rebuilds the module from such arrays."""
         if self.library == "equinox":
             part, rest = eqx.partition(module, eqx.is_inexact_array)
             leaves, tree = jax.tree.flatten(part)
@@ -156,12 +156,12 @@ def directions(leaves, seed=1):
 
 
 def tangent_of(kind, module, leaves):
-    """A module, or a State, with these arrays: what the user has as a tangent."""
+    """Return a module, or an nnx State, with the given arrays as a tangent."""
     _, rebuild = kind.split(module)
     return rebuild(leaves)
 
 
-# --- the operators: each gives what gradtools finds, and the oracle ----------------------
+# --- operators: each returns the results of gradtools and the expected values ------------
 
 
 def rows(kind, m):
@@ -195,7 +195,7 @@ def gradient(kind, m):
 
 
 def with_gradient(f, kind, m):
-    wanted = gradient(kind, m)  # before f, which may change the module
+    wanted = gradient(kind, m)  # computed first, because f may change the module
     return f(kind, m), wanted
 
 
@@ -214,7 +214,7 @@ def by_hvp(kind, m):
 
 
 def by_argument(kind, m):
-    """The module beside what is differentiated, and by keyword."""
+    """The module as an argument that is not differentiated, by position and by keyword."""
     leaves, _ = kind.flat_loss(m)
     _, rebuild = kind.split(m)
     wanted = jax.grad(lambda x: kind.loss(rebuild(leaves), x))(X)
@@ -232,7 +232,7 @@ def by_minimax(kind, m):
 
 
 def by_tree(kind, m):
-    """Modules inside of a dict, with an array beside them."""
+    """A module in a dict together with an array."""
     leaves, loss = kind.flat_loss(m)
     wanted = jax.grad(lambda xs, t: loss(xs) * t**2, argnums=(0, 1))(leaves, 3.0)
     g = gt.grad(lambda p, x: kind.loss(p["net"], x) * p["t"] ** 2)({"net": m, "t": 3.0}, X)
@@ -293,7 +293,7 @@ QUICK = ("equinox with leaves of all kinds", "nnx with batch norm, dropout, a co
 
 
 def kinds(names):
-    """All kinds in the sweeps; in the quick tier those that hold the most."""
+    """Mark all kinds except the quick ones as a sweep."""
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
 
 
@@ -318,7 +318,7 @@ def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, 
     same(found, wanted, 1e-11)
 
 
-# --- what comes out, and what stands afterwards ------------------------------------------
+# --- results, and the state of modules afterwards ----------------------------------------
 
 
 def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_takes():
@@ -350,7 +350,8 @@ def test_microbatches_change_an_nnx_module_as_a_loop_does():
     kind = KINDS["nnx with batch norm, dropout, a counter"]
     ours, plain = kind.make(), kind.make()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GradtoolsWarning)  # each chunk by its own statistics
+        # batch norm uses the statistics of each chunk
+        warnings.simplefilter("ignore", GradtoolsWarning)
         gt.microbatched_value_and_grad(kind.loss, 2)(ours, X)
     for x in (X[:2], X[2:4], X[4:]):
         kind.loss(plain, x)
@@ -380,7 +381,7 @@ def test_a_parameter_in_two_differentiated_arguments_is_refused_by_name():
     same(both, wanted)
 
 
-# --- modules inside of trees that JAX does not know --------------------------------------------
+# --- modules in containers that are not pytrees in JAX -----------------------------------------
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The user's own errors go by as they are; JAX's are said in words that help, of their type."""
+"""Errors of the user's code pass unchanged; errors of JAX keep their type and are explained."""
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_error_of_a_trace_names_the_line_of_the_users_function(operator):
-    """Not the place in gradtools that calls it."""
+    """The error must not name the code in gradtools that calls the function."""
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         jax.jit(OPERATORS[operator](_branching))(X[:1] if operator == "chunked" else 1.0)
     line = _branching.__code__.co_firstlineno

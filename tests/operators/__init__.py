@@ -1,1 +1,1 @@
-"""The public operators, once for each installed backend."""
+"""The public operators; each test runs once for each installed backend."""

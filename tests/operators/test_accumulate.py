@@ -1,4 +1,4 @@
-"""Accumulating gradients: the accumulator, and writing into buffers, in both backends."""
+"""Accumulation of gradients in `GradientAccumulator` and in buffers, in both backends."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ def f32(gt, values):
 
 
 def array(gt, values, dtype):
-    """An array of any dtype, given by name, bfloat16 included."""
+    """Return an array of the named dtype, including bfloat16."""
     x = f32(gt, np.asarray(values).real)
     if np.iscomplexobj(values):
         return gt.asarray(np.asarray(values, dtype))
@@ -43,21 +43,21 @@ def array(gt, values, dtype):
 
 
 def zeros_buffer(gt, values):
-    """What gradients of `values` are written to: the parameters themselves, or zeros."""
+    """Return a buffer for gradients of `values`: parameters in PyTorch, zeros in JAX."""
     if is_torch(gt):
         return {name: f32(gt, value).requires_grad_() for name, value in values.items()}
     return {name: f32(gt, np.zeros_like(value, np.float32)) for name, value in values.items()}
 
 
 def held(gt, leaf):
-    """What a leaf of the buffer holds, as NumPy; None for no gradient."""
+    """Return the accumulated gradient of a leaf as a NumPy array, or None."""
     if is_torch(gt):
         return None if leaf.grad is None else gt.to_numpy(leaf.grad)
     return np.asarray(leaf)
 
 
 def in_threads(work, n=8):
-    """Runs work(0), ..., work(n - 1) at once; raises the first error."""
+    """Run work(0), ..., work(n - 1) in threads and raise the first error."""
     start, errors = threading.Barrier(n), []
 
     def run(i):
@@ -80,7 +80,7 @@ def in_threads(work, n=8):
 
 
 def compensation_case():
-    """Float32 numbers whose plain sum is wrong in its fourth digit, and their sum."""
+    """Return float32 numbers whose plain sum is wrong in the fourth digit, and the exact sum."""
     rng = np.random.default_rng(3)
     big = rng.normal(size=200).astype(np.float32) * np.float32(2e4)
     values = np.concatenate([big, rng.normal(size=200).astype(np.float32), -big])
@@ -122,13 +122,13 @@ def test_a_step_without_tokens_adds_nothing_though_its_mean_is_0_by_0(gt, compen
 
 
 def partitions():
-    """60 examples with tokens, and their parts, one for each step of each of four ranks."""
+    """Yield 60 examples with token counts, partitioned over the steps of four ranks."""
     rng = np.random.default_rng(0)
     x, tokens = rng.normal(size=(60, 3)), rng.integers(0, 5, size=60).astype(float)
     for steps in (1, 3):
         part = rng.integers(0, 4 * steps, size=60)
-        part[part // steps == 2] += steps  # nothing for rank 2
-        part[part == 0] = 4 * steps - 1  # nor in the first step of rank 0
+        part[part // steps == 2] += steps  # Rank 2 gets no examples.
+        part[part == 0] = 4 * steps - 1  # The first step of rank 0 is empty, too.
         yield x, tokens * (part == np.arange(4 * steps)[:, None]).reshape(4, steps, 60)
 
 
@@ -508,7 +508,7 @@ def test_grad_is_not_written_from_inside_a_transform(torch_gt):
     assert w.grad is None
 
 
-# --- JAX: the buffer that is returned ----------------------------------------------------
+# --- JAX: the returned buffer ------------------------------------------------------------
 
 
 def test_the_buffer_is_pure_and_may_be_carried_under_jit_and_scan(jax_gt):

@@ -1,4 +1,4 @@
-"""Arrays, keys and the array-API namespace, the same in both wings."""
+"""Arrays, random keys and the array-API namespace behave alike in both backends."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Every bad call of `bad_inputs.py` is refused with its text, word for word, and leaves nothing."""
+"""Each bad call of `bad_inputs.py` raises its exact error text and leaves no state behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = read()
 def test_the_table_holds_calls_of_every_operator(gt):
     assert len(BAD) > 120
     called = {name for call in BAD.values() for name in names_in(call.__code__)}
-    assert set(gt.__all__) - called == {"is_recomputing"}  # which takes nothing
+    assert set(gt.__all__) - called == {"is_recomputing"}  # is_recomputing takes no arguments
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -49,7 +49,8 @@ def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
         return lift(backend_name, x)
 
     array(np.ones(1))
-    for library in ("flax.linen", "scipy.sparse"):  # their imports draw, and filter warnings
+    # importing them draws random numbers and adds warning filters
+    for library in ("flax.linen", "scipy.sparse"):
         with suppress(ImportError):
             import_module(library)
     before = everything()

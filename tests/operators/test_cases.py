@@ -1,6 +1,6 @@
-"""The small cases: each use, small enough to check by hand, in both backends.
+"""Each use case at a size that can be checked by hand, in both backends.
 
-What is expected is a closed form written in NumPy, so no oracle goes through the code under test.
+The expected values are closed forms in NumPy, so they use none of the tested code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RTOL = 1e-12
 
 
 def agree(gt, found, expected):
-    """The numbers of one array, dtype and shape included."""
+    """Compare the values, dtype and shape of one array."""
     expected = np.asarray(expected)
     found = gt.to_numpy(found)
     assert found.shape == expected.shape and found.dtype == expected.dtype
@@ -29,7 +29,7 @@ def number(gt, x):
 
 
 class Counter:
-    """Counts evaluations while the program runs, in JAX by a callback from it."""
+    """Count evaluations at run time; JAX counts them with a callback."""
 
     def __init__(self, backend_name):
         self.calls, self.jax = 0, backend_name == "jax"
@@ -53,7 +53,7 @@ class Counter:
         return self.calls
 
 
-# --- U1: one evaluation for two players ---------------------------------------------------
+# --- U1: one evaluation for the gradients of two players ----------------------------------
 
 
 def test_u1_one_evaluation_gives_both_players_gradients(gt, backend_name):
@@ -68,12 +68,12 @@ def test_u1_one_evaluation_gives_both_players_gradients(gt, backend_name):
     assert float(reversed_on_x) == 3 and count.total == 1
 
 
-# --- U2: minimax from one pass ------------------------------------------------------------
+# --- U2: minimax gradients from one backward pass -----------------------------------------
 
 
 @pytest.fixture
 def players(rng):
-    """x of shape (10, 1); A from 1 to 2, B and C from 2 to 3, each a matrix and a bias."""
+    """Return x of shape (10, 1) and three linear layers with sizes 1 to 2, 2 to 3 and 2 to 3."""
     x = rng.uniform(size=(10, 1))
     layer = lambda i, o: {"w": rng.normal(size=(i, o)), "b": rng.normal(size=o)}
     return x, layer(1, 2), layer(2, 3), layer(2, 3)
@@ -87,7 +87,7 @@ def minimax_cost(A, B, C, x):
 
 
 def minimax_by_hand(A, B, C, x):
-    """The gradients of the cost, C's negated."""
+    """Return the gradients of the cost with the gradient of C negated."""
     h = x @ A["w"] + A["b"]
     slope = lambda y: (x + 1) * np.abs(y) ** x * np.sign(y)
     to_b, to_c = slope(h @ B["w"] + B["b"]), -slope(h @ C["w"] + C["b"])
@@ -115,7 +115,7 @@ def test_u2_every_player_descends_from_one_evaluation(gt, backend_name, players)
     assert count.total == 1
 
 
-# --- U3, U4: a second derivative around a frozen G ----------------------------------------
+# --- U3, U4: second derivatives with a frozen G -------------------------------------------
 
 
 def f(y, g):
@@ -154,7 +154,7 @@ def test_u4_a_list_of_directions_gives_a_list(gt, yzu, rng):
 
 
 def test_u3_a_further_function_of_the_slopes_is_differentiated(gt, yzu):
-    """g = sum of the squared slopes: dg/dy by the second derivative along 2 (d/dz) f."""
+    """The loss is g = sum of squared slopes; dg/dy is the second derivative along 2 (d/dz) f."""
     y, z, _ = yzu
     g = np.exp(z.sum(axis=1))
     u = np.repeat((2 * 3 * (y.sum(axis=1) + g) ** 2 * g)[:, None], 4, axis=1)
@@ -168,7 +168,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
     if backend_name == "jax":
         from jax import lax
 
-        # A while loop has no reverse mode at all: only forward mode can pass through it.
+        # Reverse mode does not support a while loop; forward mode does.
         G = lambda z: gt.xp.exp(
             lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1]), (0, z))[1].sum(-1)
         )
@@ -193,7 +193,7 @@ def test_u4_the_obvious_two_steps_are_refused_by_name(gt, yzu):
         gt.grad(lambda z: f(y, G(z)))(z)
 
 
-# --- U7: pure gradients and accumulating ones ---------------------------------------------
+# --- U7: pure and accumulated gradients ---------------------------------------------------
 
 
 def y_of(x):
@@ -252,7 +252,7 @@ T = np.linspace(0, 2, 40)
 
 
 def residual(gt, slope_by, c, t):
-    """r = u' + 2 t u for the polynomial u = 1 + sum_k c_k t^(k+1)."""
+    """Return the residual r = u' + 2 t u for the polynomial u = 1 + sum_k c_k t^(k+1)."""
     u = lambda t: 1 + sum(c[k] * t ** (k + 1) for k in range(c.shape[0]))
     if slope_by == "jvp":
         value, slope = gt.jvp(u, (t,), (gt.xp.ones_like(t),))
@@ -262,7 +262,7 @@ def residual(gt, slope_by, c, t):
 
 
 def columns(n):
-    """r is linear in c: r = 2 t + columns @ c."""
+    """Return the matrix of r = 2 t + columns @ c, which is linear in c."""
     return np.stack([(k + 1) * T**k + 2 * T ** (k + 2) for k in range(n)], axis=1)
 
 
@@ -280,7 +280,7 @@ def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rn
 @pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_the_solution_is_found(gt, slope_by):
-    """One Gauss-Newton step is exact for a polynomial, of degree 10 here."""
+    """The residual is linear in c, so one Gauss-Newton step is exact for a polynomial."""
     c, t = gt.asarray(np.zeros(10)), gt.asarray(T)
     J = gt.to_numpy(gt.jacobian(lambda c: residual(gt, slope_by, c, t))(c))
     np.testing.assert_allclose(J, columns(10), rtol=RTOL, atol=RTOL)
@@ -294,7 +294,7 @@ def test_u8_the_solution_is_found(gt, slope_by):
 
 @pytest.fixture
 def affine(rng):
-    """W, I and b, complex; and dL/dO = 4 |O|^2 O of L = sum |O|^4."""
+    """Return complex W, I and b, and dL/dO = 4 |O|^2 O for L = sum |O|^4."""
     normal = lambda *shape: rng.normal(size=shape) + 1j * rng.normal(size=shape)
     W, I, b = normal(3, 4), normal(4, 5), normal(3, 1)
     O = W @ I + b
@@ -338,13 +338,13 @@ def test_u9_the_pullback_is_the_adjoint(gt, affine):
         agree(gt, grad, expected)
 
 
-# --- U10: a gradient that is lost, and mended ---------------------------------------------
+# --- U10: a lost gradient and its fix -----------------------------------------------------
 
 TARGET = 0.3
 
 
 def through_numpy(gt, backend_name, image):
-    """mean(image > 0.5), computed by NumPy."""
+    """Return mean(image > 0.5), computed by NumPy."""
     fraction = lambda image: np.mean(np.asarray(image) > 0.5)
     if backend_name == "torch":
         return gt.asarray(fraction(gt.to_numpy(image)))
@@ -380,7 +380,7 @@ def test_u10_straight_through_has_the_surrogates_gradient_and_reaches_the_target
     assert abs(np.mean(image > 0.5) - TARGET) < 0.01  # within two pixels
 
 
-# --- U11: several losses, unequal chunks --------------------------------------------------
+# --- U11: several losses and unequal chunks -----------------------------------------------
 
 
 def test_u11_one_loss_after_the_other_is_their_sum(gt, rng):
@@ -404,7 +404,7 @@ def test_u11_into_one_buffer(gt, backend_name, rng):
 @pytest.mark.sweep_at("jax")
 def test_u11_token_counts_weight_unequal_chunks(gt, rng):
     tokens = rng.integers(1, 9, size=10)
-    per_token = [rng.normal(size=(n, 3)) for n in tokens]  # loss of a token: (w . x)^2
+    per_token = [rng.normal(size=(n, 3)) for n in tokens]  # the loss of a token is (w . x)^2
     w = rng.normal(size=3)
     chunks = gt.GradientAccumulator()
     for start, stop in ((0, 4), (4, 8), (8, 10)):
@@ -415,12 +415,12 @@ def test_u11_token_counts_weight_unequal_chunks(gt, rng):
     agree(gt, chunks.mean(), 2 * every.T @ (every @ w) / len(every))
 
 
-# --- U12: the gradient at an intermediate result ------------------------------------------
+# --- U12: the gradient at an intermediate value -------------------------------------------
 
 
 @pytest.fixture
 def two_layers(rng):
-    """h = tanh(x w), cost = the mean over the examples of sum_j a_j h_ij^2."""
+    """Return h = tanh(x w) and the mean over the examples of sum_j a_j h_ij^2, with derivatives."""
     x, w, a = rng.normal(size=(5, 2)), rng.normal(size=(2, 3)), rng.normal(size=3)
     h = np.tanh(x @ w)
     at_h = 2 * a * h / len(x)
@@ -453,7 +453,7 @@ def test_u12_a_known_gradient_replaces_what_arrives(gt, two_layers, rng):
 
 @pytest.mark.slow_at("jax")
 def test_u12_the_mean_over_all_masks_is_the_plain_gradient(gt, two_layers):
-    """The expectation itself: every mask of three entries, with its probability."""
+    """The exact expectation is a sum over all masks of three entries, weighted by probability."""
     x, w, a, at_h, to_w = two_layers
     h, g = layers(gt, x, a)
     rate, total = 0.25, gt.GradientAccumulator()

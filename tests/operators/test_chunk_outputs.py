@@ -1,4 +1,4 @@
-"""What chunks give is joined only where it is rows of examples."""
+"""Outputs of chunks are concatenated only if their rows are examples."""
 
 from __future__ import annotations
 

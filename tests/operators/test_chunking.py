@@ -1,4 +1,4 @@
-"""`chunked` in each backend against the function of the whole batch, to second order."""
+"""`chunked` compared with the function of the whole batch, up to second order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def case(request):
 
 @pytest.fixture
 def problem(case, gt, rng):
-    """(chunked, plain, weight, batch, directions) of a case."""
+    """Return the chunked function, the plain function, weight, batch and directions of a case."""
     w, x = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
     dw, dx = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
     return chunked(gt, case), lambda w, x: case.f(gt, w, x), w, x, (dw, dx)
@@ -44,7 +44,7 @@ def problem(case, gt, rng):
 def test_the_value_is_that_of_the_batch(gt, problem):
     ours, plain, w, x, _ = problem
     found, expected = ours(w, x), plain(w, x)
-    if isinstance(expected, dict):  # rows are counted in each chunk
+    if isinstance(expected, dict):  # an output that counts rows is summed over chunks
         expected["row"] = gt.asarray(np.concatenate([np.arange(4), np.arange(4), np.arange(2)]))
     close(gt, found, expected, 1e-14)
 
@@ -77,7 +77,7 @@ def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
 @pytest.mark.slow
 def test_under_vmap_and_compile(gt, problem):
     ours, plain, w, x, _ = problem
-    quick = gt.__name__.endswith("torch") and not isinstance(w, dict)  # the inductor takes long
+    quick = gt.__name__.endswith("torch") and not isinstance(w, dict)  # inductor compiles slowly
     options = {"backend": "aot_eager"} if quick else {}
     found = gt.compile(lambda w, x: loss(gt, ours(w, x)), **options)(w, x)
     close(gt, found, loss(gt, plain(w, x)))
@@ -88,7 +88,7 @@ def test_under_vmap_and_compile(gt, problem):
     close(gt, found, gt.vmap(gt.grad(lambda w: loss(gt, plain(w, x))))(many))
 
 
-# --- by hand ------------------------------------------------------------------------------
+# --- expected values derived by hand ------------------------------------------------------
 
 
 @pytest.mark.slow_at("jax")
@@ -111,7 +111,8 @@ def test_carries_go_from_chunk_to_chunk_once(gt):
     out, count = gt.chunked(f, 2, carry_argnums=1)(x, one)
     assert gt.to_numpy(out).tolist() == [1, 2, 12, 16, 55] and float(count) == 16
     g = gt.grad(lambda x: (gt.chunked(f, 2, carry_argnums=1)(x, one)[0] * x).sum())(x)
-    assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]  # 2 x count; the count is a constant
+    # the gradient is 2 x times the count, which is a constant
+    assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]
 
 
 @pytest.mark.sweep_at("jax")
@@ -141,7 +142,8 @@ def test_token_counts_weigh(gt, rng):
     for weights in (gt.asarray(tokens.astype(float)), lambda w, x, m: m.sum()):
         close(gt, gt.microbatched_value_and_grad(f, 4, weights=weights)(w, x, m), expected)
     wrong = gt.microbatched_value_and_grad(f, 4)(w, x, m)
-    assert abs(float(wrong[0]) - float(expected[0])) > 1e-4  # examples weigh alike without them
+    # without weights all examples count equally
+    assert abs(float(wrong[0]) - float(expected[0])) > 1e-4
 
 
 # --- weights that sum to zero ---------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_token_counts_weigh(gt, rng):
 
 @pytest.mark.parametrize("given", ["an array", "a function"])
 def test_a_chunk_of_weight_zero_adds_nothing_even_if_its_mean_is_no_number(gt, given):
-    mean = lambda w, x, m: (w * x * m).sum() / m.sum()  # over the chunk of zeros: 0/0
+    mean = lambda w, x, m: (w * x * m).sum() / m.sum()  # 0/0 in the chunk whose mask is zero
     m = np.array([1.0, 1, 0, 0, 1, 0])
     x, w = gt.asarray(np.arange(1.0, 7.0)), gt.asarray(np.float64(2))
     weights = m if given == "an array" else lambda w, x, m: m.sum()

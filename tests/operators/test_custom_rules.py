@@ -1,6 +1,6 @@
-"""custom_rule and host_function as their author meets them: signatures, residuals, refusals.
+"""custom_rule and host_function for authors of rules: signatures, residuals and errors.
 
-The numbers across transforms and orders are the support matrix's business.
+The support matrix tests their numbers in all transforms and orders.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def gradients(gt, f, *args):
     return gt.grad(lambda *a: f(*a).sum(), argnums=tuple(range(len(args))))(*args)
 
 
-# --- how it is called --------------------------------------------------------------------
+# --- calls and signatures ----------------------------------------------------------------
 
 
 def powers(gt):
-    """A static argument in the middle, a keyword-only one, a default, trees in and out."""
+    """A rule with a static argument, a keyword-only argument, a default and pytrees."""
     xp = gt.xp
 
     @gt.custom_rule(static_argnames="n")
@@ -96,7 +96,7 @@ def test_a_fwd_in_the_order_of_f_is_refused_where_static_arguments_lead(gt):
     with pytest.raises(GradtoolsError, match=r"static arguments come first.*fwd\(n, x\)"):
         power.defvjp(lambda x, n: (x**n, x), bwd)
     power.defvjp(lambda n, x: (x**n, x), bwd)
-    power.defvjp(lambda k, z: (z**k, z), bwd)  # names of its own
+    power.defvjp(lambda k, z: (z**k, z), bwd)  # the parameters of fwd may have other names
 
 
 def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
@@ -148,7 +148,7 @@ def test_a_residual_that_is_a_function_is_evaluated_again_in_pytorch(torch_gt, t
 @pytest.fixture
 def torch_gt(gt, backend_name):
     if backend_name != "torch":
-        pytest.skip("a function is no pytree; JAX says so itself")
+        pytest.skip("a function is not a pytree; JAX raises its own error")
     return gt
 
 
@@ -196,14 +196,14 @@ def test_what_fwd_draws_is_drawn_again_at_second_order(torch_gt, torch_x):
         assert torch.equal(torch.get_rng_state(), after)
 
 
-# --- refusals ----------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_at("jax")
 def test_a_cotangent_map_that_is_not_linear_works_in_reverse_mode_alone(gt, x, y):
     f = gt.custom_rule(lambda x: x * x)
     f.defvjp(lambda x: (x * x, x), lambda x, ct: (gt.xp.clip(2 * x * ct, -1.0, 1.0),))
-    x = x + 0.1  # away from the edges, where the frameworks differ
+    x = x + 0.1  # move x away from the points at which the frameworks round differently
     same(gradients(gt, f, x)[0], np.clip(2 * X + 0.2, -1, 1))
     inner = np.abs(2 * X + 0.2) < 1
     _, (h,) = gt.hvp(lambda x: f(x).sum(), (x,), (y,), mode="reverse_over_reverse")
@@ -279,7 +279,7 @@ def test_a_host_function_without_a_rule_names_itself_when_differentiated(gt, x):
 
 
 def cube(gt, calls=None):
-    """The cube, its backward and its double backward, all of them kernels."""
+    """Return a cube whose forward, backward and double-backward passes are host kernels."""
 
     def noted(name, fun):
         def kernel(*args):
@@ -313,7 +313,7 @@ def test_each_kernel_runs_once_in_a_gradient(gt, x):
 
 @pytest.mark.slow_at("jax")
 def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_needed(gt, x, y):
-    """bwd need not be a gradient; where its own derivative is known, that one is taken."""
+    """bwd need not be the transpose of a Jacobian; a known derivative of bwd takes precedence."""
     f = gt.host_function(lambda x: x * 1.0)
     matrix = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
@@ -328,7 +328,7 @@ def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_nee
 
 
 MATRIX = np.array([[1.0, 2.0, -1.0], [0.5, -3.0, 2.0], [4.0, 1.0, 0.25]])
-OF_ITS_OWN_RULE = {  # of f(x) = M x whose forward rule is f itself
+OF_ITS_OWN_RULE = {  # f(x) = M x, which is its own forward rule
     "grad": (lambda gt, f, x: gt.grad(lambda x: f(x).sum())(x), MATRIX.sum(0)),
     "reverse jacobian": (lambda gt, f, x: gt.jacobian(f, mode="reverse")(x), MATRIX),
     "hessian": (

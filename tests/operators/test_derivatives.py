@@ -1,4 +1,4 @@
-"""Every derivative operator on the programs of the matrix; what it returns, by hand."""
+"""Derivative operators on the programs of the scenario table, and their outputs by hand."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from gradtools.testing import check_derivatives
 from tests.support.numpy_trees import close, leaves, lift, lower, slope, tree_map
 from tests.support.scenario_table import forms, program_of, smooth_programs
 
-DIFFERENCE = 1e-9  # what a difference of sixth order leaves of a function of scale one
+DIFFERENCE = 1e-9  # error of a sixth-order finite difference of a function of scale one
 EXACT = 1e-12
 PROGRAMS = [program.name for program in smooth_programs()]
-# PyTorch's tangent of these has a wrong derivative (torch#192540), or vmap cannot enter them.
+# PyTorch computes a wrong derivative of their tangents (torch#192540), or vmap does not support
+# them.
 FIRST_ORDER = ("solve", "determinant", "log determinant", "a branch on values")
 
 
 @pytest.mark.sampled(torch=(20, 30), jax=(6, 20))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives_are_those_of_differences(backend_name, name):
-    """The plain framework's numbers are the other oracle: `tests/conformance/test_operators.py`."""
+    """`tests/conformance/test_operators.py` compares with the framework's own derivatives."""
     program = program_of(name)
     order = 1 if name in FIRST_ORDER else 2
     f = lambda *args: program.function(import_module(f"gradtools.{backend_name}"), *args)
@@ -73,7 +74,7 @@ IN_CHUNKS = (
 @pytest.mark.parametrize("name", IN_CHUNKS)
 def test_a_jacobian_in_chunks_is_the_whole_one(gt, backend_name, name, mode, chunk_size):
     if (backend_name, name) == ("jax", "a branch on values") and mode == "forward":
-        pytest.skip("JAX's loop over chunks is traced, so f cannot branch on values")
+        pytest.skip("JAX traces the loop over chunks, so f cannot branch on values")
     program = program_of(name)
     f, args = program.bind(gt), lift(backend_name, program.args)
     argnums = tuple(range(len(args)))
@@ -174,7 +175,7 @@ def test_a_closed_over_variable_of_an_outer_derivative_is_not_confused_with_the_
             close(lower(found), np.asarray(6.0), 0)
 
 
-# --- examples one by one -----------------------------------------------------------------
+# --- per-example derivatives -------------------------------------------------------------
 
 
 def _square_error(gt: Any) -> Any:
@@ -214,7 +215,7 @@ def test_per_example_grad_shares_what_is_no_array(gt, backend_name):
     close(lower(gt.per_example_grad(f)(*args)), np.array([1.0, 9.0]), 0)
 
 
-# --- players -----------------------------------------------------------------------------
+# --- minimizing and maximizing players ---------------------------------------------------
 
 
 def test_minimax_negates_the_maximising_players_and_orders_by_argument(gt, backend_name):
@@ -331,7 +332,7 @@ def test_the_jacobian_of_a_complex_function_of_reals_is_complex(gt, backend_name
 
 
 class Graph(NamedTuple):
-    """Features and counts in one container, as jraph's GraphsTuple."""
+    """Features and counts in one container, like jraph's GraphsTuple."""
 
     x: Any
     n: Any
@@ -376,7 +377,7 @@ def test_integers_in_an_argument_are_constants_or_are_refused_by_name(gt, backen
 
 @pytest.mark.parametrize("inner", ["grad", "vjp", "jvp", "jacobian", "hvp"])
 def test_a_pushed_derivative_is_differentiated_by_its_tangent(gt, inner):
-    """The tangent has a graph where the primal has none."""
+    """The pushforward has a graph through the tangent, although the primal requires no gradient."""
     xp = gt.xp
     f = lambda x: xp.sum(xp.sin(x) * x) * xp.sum(x)
     x, t = (gt.asarray(np.sin(np.arange(3.0) + k)) for k in (1, 2))

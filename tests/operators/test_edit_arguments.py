@@ -1,7 +1,7 @@
-"""What else an edit is given: a factor, a bound, a gradient. They are no inputs of its value.
+"""Arrays that an edit takes besides its input: a factor, a bound or a gradient.
 
-Their derivative is lost at first order, and that is told as any cut is; what an edited gradient
-depends on is differentiated at second order.
+Edits are constant in these arrays to first order, and gradtools reports a cut. An edited gradient
+depends on them and is differentiated with respect to them at second order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
 @pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
 def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):
-    """Of |dx|^2 with dx = -s 2 x, s 2 x, and s x / |x|: the closed forms."""
+    """Closed forms of |dx|^2 for dx = -s 2 x, s 2 x and s x / |x|."""
     x, s = at(gt)
 
     def squared(s):

@@ -1,4 +1,4 @@
-"""Edited gradients: the value bit for bit, the derivative as promised, in every transform."""
+"""Edits leave values unchanged bit for bit and change derivatives, in every transform."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def edit(request, gt):
     return lambda x: EDITS[request.param](gt, x)
 
 
-# --- the value -----------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------
 
 
 def _words(size, mantissa):
-    """Bits of NaN (quiet, signalling), -0, 0, inf, -inf, the least denormal, 1, the largest."""
+    """Bits of NaN (quiet, signaling), -0, 0, inf, -inf, smallest denormal, 1 and largest number."""
     sign, inf = 1 << 8 * size - 1, (1 << 8 * size - 1) - (1 << mantissa)
     one = (inf >> 1) & ~((1 << mantissa) - 1)
     quiet = inf | 1 << mantissa - 1 | 5
@@ -67,7 +67,7 @@ _DTYPES = (*_WORDS, "complex64", "complex128")
 
 
 def hard_numbers(native, dtype):
-    """An array of this dtype that holds every kind of number, with known bits."""
+    """Return an array of the dtype that contains special numbers with known bits."""
     part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[part]
     words = np.array(_WORDS[part], f"u{size}")
@@ -199,11 +199,11 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
     same(number(found), (s * w) @ hessian @ (s * v), rtol=1e-12)
 
 
-# --- clip ----------------------------------------------------------------------------------
+# --- clip_gradient -------------------------------------------------------------------------
 
 
 def clipped(gt, cts, **bounds):
-    """What comes out of clip_gradient for these cotangents, as NumPy arrays."""
+    """Return the output cotangents of clip_gradient for the given cotangents as NumPy arrays."""
     arrays = [
         c if hasattr(c, "requires_grad") or hasattr(c, "aval") else gt.asarray(c) for c in cts
     ]
@@ -212,8 +212,9 @@ def clipped(gt, cts, **bounds):
 
 
 _INF, _NAN, _HALF = math.inf, math.nan, 1 / math.sqrt(2)
-CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relative error
-    "a norm at the bound": ([[3.0, 4.0]], {"max_norm": 5.0}, [[3.0, 4.0]], 0),  # no epsilon
+CLIPPED = {  # Cotangents (and dtype), bounds, expected result, relative error.
+    # The denominator has no epsilon.
+    "a norm at the bound": ([[3.0, 4.0]], {"max_norm": 5.0}, [[3.0, 4.0]], 0),
     "all leaves": ([[3.0, 0.0], [4.0]], {"max_norm": 0.5}, [[0.3, 0.0], [0.4]], 1e-13),
     "values first": ([[3.0, -100.0]], {"max_norm": 2.5, "max_value": 4.0}, [[1.5, -2.0]], 0),
     "moduli": ([[3 + 4j, 0.3j, 0j, -5j]], {"max_value": 1.0}, [[0.6 + 0.8j, 0.3j, 0j, -1j]], 1e-13),
@@ -252,7 +253,7 @@ CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relativ
     },
     "float16": ([([6e4, 6e4], "float16")], {"max_norm": 1.0}, [[_HALF, _HALF]], 4e-3),
     "bfloat16": ([([3e38, 3e38], "bfloat16")], {"max_norm": 1.0}, [[_HALF, _HALF]], 4e-3),
-    # A sum of 65536 ones stops at 256 in bfloat16 and overflows in float16.
+    # The unscaled sum of 65536 ones stops at 256 in bfloat16 and overflows in float16.
     "a long float16": ([([1.0] * 65536, "float16")], {"max_norm": 128.0}, [[0.5] * 65536], 0),
     "an empty leaf": (
         [np.zeros((0, 3)), [3.0, 4.0]],
@@ -275,7 +276,7 @@ def test_what_clip_gradient_makes_of_a_cotangent(gt, native, name):
         np.testing.assert_allclose(found, wanted, rtol=rtol, atol=0)
 
 
-# --- transform -----------------------------------------------------------------------------
+# --- transform_gradient --------------------------------------------------------------------
 
 
 def test_transform_replaces_the_cotangent_of_the_whole_tree(gt):
@@ -293,7 +294,7 @@ def test_transform_replaces_the_cotangent_of_the_whole_tree(gt):
 
 
 class _Holder:
-    """An object of no class that pytrees know."""
+    """An object that is not a pytree."""
 
     def __init__(self, x):
         self.x = x
@@ -311,7 +312,7 @@ def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(g
 
 @pytest.mark.slow_at("jax")
 def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt, native):
-    """f = Re(conj(w) z) has the gradient w; JAX's own is its conjugate, and stays so outside."""
+    """f = Re(conj(w) z) has the gradient w; outside of the edit JAX keeps its conjugate."""
     z, w = native.array(1 + 2j), native.array(3 - 4j)
     seen = []
 
@@ -329,14 +330,14 @@ def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt,
 
 
 def test_the_same_function_may_be_transformed_with_other_closures(gt):
-    """A rule of an earlier call is never met again in place of a later one."""
+    """The transform of an earlier call is never reused for a later closure."""
     x = gt.asarray(1.0)
     for k in range(5):
         found = gt.grad(lambda x, k=k: gt.transform_gradient(x, lambda c: c * k))(x)
         assert number(found) == k
 
 
-# --- known ---------------------------------------------------------------------------------
+# --- replace_gradient ----------------------------------------------------------------------
 
 
 def test_known_gradient_is_what_was_given_whatever_comes_in(gt):
@@ -378,7 +379,7 @@ def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, 
     assert complex(gt.grad(f)(z)) == 3 - 4j
 
 
-# --- what has a reverse rule only --------------------------------------------------------------
+# --- edits without forward mode ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REVERSE_ONLY)
@@ -389,7 +390,7 @@ def test_forward_mode_in_another_argument_passes_a_reverse_only_edit(gt, name):
 
 
 def clip_jacobian(c, bound):
-    """Of c -> bound c / |c|, outside of the ball."""
+    """Return the Jacobian of c -> bound c / |c| for |c| > bound."""
     norm = np.linalg.norm(c)
     return bound * (np.eye(len(c)) - np.outer(c, c) / norm**2) / norm
 
@@ -398,7 +399,7 @@ def clip_jacobian(c, bound):
 @pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
-    """Pulled back through c -> c / |c| at 2x, then through x -> 2x, then clipped itself."""
+    """The second pullback goes through c -> c / |c| at 2x and x -> 2x, and is clipped again."""
     x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
     product = 2 * clip_jacobian(2 * x, 1.0) @ v
     product *= min(1, 1 / np.linalg.norm(product))
@@ -414,7 +415,7 @@ def test_a_clip_is_met_again_at_second_order(gt, size):
 
 
 def test_a_transform_is_met_again_at_second_order(gt):
-    """With c -> 3c + 1: the gradient is 3 f' + 1, its pullback of v is 3 (3 f'' v) + 1."""
+    """For c -> 3c + 1 the gradient is 3 f' + 1, and its pullback of v is 3 (3 f'' v) + 1."""
     x, v = gt.asarray(2.0), gt.asarray(5.0)
     f = lambda x: gt.transform_gradient(x, lambda c: 3 * c + 1) ** 3
     (g,), (h,) = gt.hvp(f, (x,), (v,))
@@ -439,7 +440,7 @@ def test_two_edits_of_one_path_act_in_the_order_of_the_backward_pass(gt):
     same(gt.to_numpy(gt.grad(early)(x)), [-3.0, -4.0])
 
 
-# --- straight through ------------------------------------------------------------------------
+# --- straight_through ------------------------------------------------------------------------
 
 
 def test_straight_through_has_the_value_of_f_and_the_derivative_of_the_identity(gt):
@@ -452,7 +453,7 @@ def test_straight_through_has_the_value_of_f_and_the_derivative_of_the_identity(
 
 
 def test_straight_through_is_exact_for_large_numbers(gt, native):
-    """x + stop(f(x) - x) loses the digits of f(x) beside a large x; this does not."""
+    """x + stop(f(x) - x) would lose the digits of f(x) for large x; straight_through does not."""
     for dtype in ("float32", "float64"):
         x = native.array([1e30, -1e25, 1.0, np.nan, np.inf], dtype)
         tiny = native.array([1e-20, 3e-7, 0.1, -0.0, 1e-40], dtype)
@@ -474,7 +475,7 @@ def test_a_boolean_or_integer_result_is_cast_to_the_surrogates_dtype(gt, native)
 
 
 def hard(x):
-    """A NumPy function."""
+    """A NumPy step function."""
     return np.where(np.asarray(x) > 0.5, 1.0, 0.0)
 
 
@@ -530,9 +531,9 @@ def test_f_is_called_once_and_sees_arguments_without_a_derivative(gt, backend_na
         assert not seen[0].requires_grad
 
 
-# --- inside and around the frameworks' transforms ------------------------------------------------
+# --- inside and outside of the frameworks' own transforms ----------------------------------------
 
-# A function of one vector and what its gradient is; the last factor is of the loss y -> sum(y^3).
+# The gradient of sum(edit(x)^3) by the name of the edit.
 CASES = {
     "reverse": lambda x: -0.5 * 3 * x**2,
     "scale": lambda x: 3.0 * 3 * x**2,
@@ -546,7 +547,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def case(request, gt):
-    """A scalar function with an edit in it, and its gradient in NumPy."""
+    """An edit by name, a scalar function that contains it, and its gradient in NumPy."""
     name = request.param
     return name, lambda x: (EDITS[name](gt, x) ** 3).sum(), CASES[name]
 
@@ -575,7 +576,7 @@ def test_a_batch_is_edited_example_by_example(case, gt, native):
 )
 @pytest.mark.parametrize("name", ["reverse", "scale", "clip_value", "clip_norm", "transform"])
 def test_an_edit_in_a_loop_is_met_at_every_turn(gt, native, name):
-    """Three turns of x -> 2 edit(x), pulled back by hand, turn by turn."""
+    """The loop runs x -> 2 edit(x) three times; the expected pullback is computed by hand."""
     cotangent = {
         "reverse": lambda c: -0.5 * c,
         "scale": lambda c: 3.0 * c,
@@ -597,11 +598,11 @@ def test_an_edit_in_a_loop_is_met_at_every_turn(gt, native, name):
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
-    """d/dk of the gradient, which is 2 x k."""
+    """The gradient with respect to x is 2 x k, which is differentiated with respect to k."""
     x = gt.asarray(np.array([1.0, 2.0, 3.0]))
 
     def gradient(k):
-        scaled = k * 1  # no leaf
+        scaled = k * 1  # in PyTorch `scaled` is not a leaf tensor
         if tree:
             edit = lambda x: gt.transform_gradient({"a": x}, lambda g: {"a": g["a"] * scaled})["a"]
         else:
@@ -621,8 +622,8 @@ def test_a_captured_leaf_of_a_transform_gets_no_gradient_of_first_order(gt, back
     x, w = (gt.asarray(np.ones(3)).requires_grad_() for _ in range(2))
     captured = w * 2
     y = gt.transform_gradient(x * 1, lambda g: g * captured)
-    y += 1  # in place behind the edit
+    y += 1  # write to the output of the edit in place
     y.sum().backward()
     assert w.grad is None and x.grad.tolist() == [2, 2, 2]
-    captured.sum().backward()  # its graph is still there
+    captured.sum().backward()  # the graph of `captured` has not been freed
     assert w.grad.tolist() == [2, 2, 2]

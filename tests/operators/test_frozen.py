@@ -1,4 +1,4 @@
-"""`frozen` and `mixed_partial` in each backend against plain double backward."""
+"""`frozen` and `mixed_partial` compared with plain double backward, in each backend."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def close(gt, found, expected, tolerance=1e-10):
 
 
 def staged(gt, fun):
-    """In JAX one program in place of hundreds, of which each is compiled by itself."""
+    """Compile fun in JAX, where eager code would compile hundreds of programs."""
     return gt.compile(fun) if gt.__name__.endswith("jax") else fun
 
 
-# --- functions of all kinds -------------------------------------------------------------------
+# --- functions G of all kinds -----------------------------------------------------------------
 
 
 def arrays(gt, rng, *shapes):
@@ -53,7 +53,7 @@ def tree(gt, rng):
 
 CASES = {
     "a network": (layers, lambda gt, rng: arrays(gt, rng, (3, 4))[0], lambda o: o),
-    "trees and an integer": (
+    "pytrees with an integer": (
         tree,
         lambda gt, rng: {
             "a": arrays(gt, rng, (3, 4))[0],
@@ -61,7 +61,7 @@ CASES = {
         },
         lambda o: o["out"][0] * o["out"][1]["k"] + o["z"] * o["out"][1]["n"].sum(),
     ),
-    "an empty output beside": (
+    "an additional empty output": (
         lambda gt, rng: lambda z: (z[:0], gt.xp.sin(z) * z.sum()),
         lambda gt, rng: arrays(gt, rng, (4,))[0],
         lambda o: o[1] + o[0].sum(),
@@ -82,7 +82,7 @@ CASES = {
 
 
 def floating(gt, z):
-    """A pytree whose integers cannot be moved, as a function of the arrays that can."""
+    """Return the floating-point leaves of z and a function that rebuilds z from them."""
     if not isinstance(z, dict):
         return z, lambda x: x
     return (z["a"], z["b"][0]), lambda x: {"a": x[0], "b": [x[1], z["b"][1]]}
@@ -90,7 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """(G, what can be moved of z, how z is made of it, what a number is made of)."""
+    """Return G, z's differentiable leaves, a function that rebuilds z, and a reader of outputs."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))
@@ -101,8 +101,8 @@ def scalar(gt, out):
     return (gt.xp.sin(out.real) * (1 + out.real)).sum()
 
 
-@pytest.mark.slow_at(("an empty output beside", "jax"))
-@pytest.mark.sweep_at(("a network", "jax"), ("trees and an integer", "jax"), ("complex", "jax"))
+@pytest.mark.slow_at(("an additional empty output", "jax"))
+@pytest.mark.sweep_at(("a network", "jax"), ("pytrees with an integer", "jax"), ("complex", "jax"))
 def test_the_value_and_first_derivatives(gt, case):
     G, z, whole, read = case
     f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
@@ -137,12 +137,12 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
 @pytest.mark.slow_at("jax")
 @pytest.mark.sweep_at(
     ("a network", "jax"),
-    ("trees and an integer", "jax"),
-    ("an empty output beside", "jax"),
+    ("pytrees with an integer", "jax"),
+    ("an additional empty output", "jax"),
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
-    """Of J u, which is linear in u and depends on z."""
+    """J u is linear in u and depends on z; its derivative with respect to z is tested."""
     G, z, whole, read = case
 
     def third(G):
@@ -161,14 +161,14 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
 
 @pytest.fixture
 def problem(gt, rng):
-    """(G, y, zs) and the loss of all gradients."""
+    """Return G, y and the batch zs."""
     G = layers(gt, rng)
     y, zs = arrays(gt, rng, (4,), (6, 4))
     return G, y, zs
 
 
 def inner(gt, G):
-    """df/dz as a function of y and z."""
+    """Return df/dz as a function of y and z."""
     return lambda y, z: gt.grad(lambda z: (gt.xp.tanh(y * G(z)) * y).sum())(z)
 
 
@@ -196,7 +196,7 @@ def in_chunks(gt, G, zs):
 
 
 def pushed(gt, G, zs):
-    """df/dz along unit vectors, in forward mode."""
+    """Return df/dz by forward mode along unit vectors."""
 
     def one(y, z):
         f = lambda z: (gt.xp.tanh(y * G(z)) * y).sum()
@@ -233,7 +233,7 @@ def test_keyword_arguments_and_several_arguments(gt, problem):
     close(gt, along_b(ours), along_b(G))
 
 
-# --- what reaches the output ------------------------------------------------------------------
+# --- connectedness of outputs -----------------------------------------------------------------
 
 
 def of_two(gt, freeze, G):

@@ -1,4 +1,4 @@
-"""Host kernels inside each framework's program: what they get, what is accepted, and where."""
+"""Inputs, outputs, errors and transforms of host kernels in both frameworks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = np.linspace(-1, 1, 6).reshape(2, 3)
 
 
 def normalised(row):
-    """Right for one row; for a batch of rows it is something else."""
+    """A function of one row whose result for a batch of rows is different."""
     return row / np.abs(row).sum()
 
 
@@ -39,7 +39,7 @@ def normalised_rows(rows):
     return rows / np.abs(rows).sum(-1, keepdims=True)
 
 
-# --- what a kernel gets ------------------------------------------------------------------
+# --- arguments of a kernel ---------------------------------------------------------------
 
 
 @pytest.mark.slow_at(("torch", "jit"))
@@ -59,7 +59,7 @@ def test_a_kernel_gets_numpy_arrays_and_its_results_come_back(host, native, how,
     f = host(reverse)
     f = native.jit(f) if how == "jit" else f
     same(f(native.array(x)), x[..., ::-1] if shape else x)
-    if x.size or how == "eager":  # XLA drops a callback that returns no numbers
+    if x.size or how == "eager":  # XLA drops a callback whose outputs are empty
         assert seen == [(np.ndarray, shape, dtype)]
 
 
@@ -144,7 +144,7 @@ def test_pytrees_go_in_and_come_out(host, native):
     same(found["count"], np.array([3, 3]))
 
 
-# --- what a kernel may return ------------------------------------------------------------
+# --- return values of a kernel -----------------------------------------------------------
 
 WRONG = {
     "shape": (lambda x: x[:, :2], None, r"'<lambda>': result has shape \(2, 2\) and dtype float64"),

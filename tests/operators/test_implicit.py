@@ -1,4 +1,4 @@
-"""`implicit_solution` against closed forms and differentiated iterations, in each backend."""
+"""`implicit_solution` compared with closed forms and differentiated iterations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def agree(gt, found, expected, rtol=1e-9):
 
 
 def fast(gt, backend_name, f):
-    """f, compiled in JAX, where eager code compiles each solver again."""
+    """Return f, compiled in JAX, where eager code would compile the solver in each call."""
     return gt.compile(f) if backend_name == "jax" else f
 
 
 def equation(z, w, x):
-    """A monotone system with a Jacobian that is not symmetric."""
+    """A monotone system of equations whose Jacobian is not symmetric."""
     return z**3 + SHIFT * z + w @ z - x
 
 
@@ -41,7 +41,7 @@ def wx(gt, rng):
 
 
 def solvers(gt):
-    def neumann(matvec, b):  # x = (b - (A - s) x) / s
+    def neumann(matvec, b):  # the iteration x = (b - (A - s) x) / s
         x = b / 6
         for _ in range(60):
             x = (b - matvec(x) + 6 * x) / 6
@@ -51,7 +51,7 @@ def solvers(gt):
 
 
 def derivatives(gt, f, w, x):
-    """All derivatives of a loss on f to third order, in both modes."""
+    """Return all derivatives of a loss of f up to third order, in both modes."""
     loss = lambda w, x: (f(w, x) ** 3).sum()
     product = lambda mode: gt.hvp(loss, (w, x), (w, x), mode)[1]
     return {
@@ -108,7 +108,7 @@ def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
 @pytest.mark.parametrize("solver", ["gmres", "cg"])
 @pytest.mark.slow_at(("jax", "gmres"))
 def test_the_solvers_are_mapped(gt, backend_name, rng, solver):
-    """Where no value can be read."""
+    """Under vmap the solver cannot read values."""
     root = gt.implicit_solution(lambda z, a: z**3 + z - a, lambda a: _cubic(gt, a), solver)
     a = gt.asarray(rng.normal(size=(2, 3)))
     found = fast(gt, backend_name, gt.vmap(gt.grad(lambda a: root(a).sum())))(a)
@@ -147,7 +147,7 @@ def test_trees_complex_numbers_and_arguments_without_derivatives(gt, rng):
 
 
 def product_root(gt, a, b):
-    """The root of a b, whose equation closes over b."""
+    """Return the square root of a b as the solution of an equation that closes over b."""
     return gt.implicit_solution(lambda z, a: z * z - a * b, lambda a: (a * b) ** 0.5, "dense")(a)
 
 
@@ -189,7 +189,7 @@ def gt_leaves(tree):
 
 
 def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
-    """As a deep equilibrium model is written in PyTorch: also where its step is an edit."""
+    """A deep equilibrium model as written in PyTorch, also with an edit in its step."""
     if backend_name == "jax":
         pytest.skip("a module of PyTorch")
     import torch
@@ -252,7 +252,7 @@ def _iterated(step, z):
 
 
 def test_a_call_keeps_nothing_that_the_equation_closes_over(gt, backend_name):
-    """The rules of a call with captured arrays serve that call alone."""
+    """The rules for a call with captured arrays are freed after the call."""
     import gc
     import weakref
 
@@ -338,14 +338,15 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
     mapped = gt.vmap(wrong)(a[None])
     assert np.isnan(gt.to_numpy(mapped)).all()
     near = gt.implicit_solution(F, lambda a: _cubic(gt, a) * (1 + 1e-4), "dense")
-    agree(gt, near(a), _cubic(gt, a), 1e-3)  # 0.01 % away is near
+    # a relative error of 0.01 % in the solution is accepted
+    agree(gt, near(a), _cubic(gt, a), 1e-3)
     singular = gt.implicit_solution(lambda z, a: (z - a) ** 2, lambda a: a, "cg")
     with pytest.raises(GradtoolsError, match="linear solve left a residual"):
         gt.grad(lambda a: singular(a).sum())(a)
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
-    """Neither the stops around solve nor those within it keep the first run's values."""
+    """The stop_gradient calls around and inside of solve do not repeat values of the first run."""
     from gradtools.testing import checked
 
     def solve(w, x):

@@ -1,4 +1,4 @@
-"""A derivative taken inside f: where it is constant, or cut afterwards, the derivative is zero."""
+"""An outer derivative is zero if an inner derivative is constant or is cut afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Z = np.array(1.5)
 
 @dataclass(frozen=True)
 class Inner:
-    """A scalar function that takes a derivative, and its own derivative at X; None if it is cut."""
+    """A scalar function that takes an inner derivative, and its own derivative; None if cut."""
 
     name: str
     f: Callable[[Any, Any, Any], Any]
@@ -56,7 +56,7 @@ def _mixed(y: float, z: float) -> float:
     return 2 * z * np.cos(y * z**2) - 2 * y * z**3 * np.sin(y * z**2)
 
 
-DERIVATIVES = {  # of a scalar f at a scalar x
+DERIVATIVES = {  # derivative operators for a scalar f at a scalar x
     "jacobian": lambda gt, f, x: gt.jacobian(f)(x),
     "jacobian, reverse": lambda gt, f, x: gt.jacobian(f, mode="reverse")(x),
     "jacobian, forward": lambda gt, f, x: gt.jacobian(f, mode="forward")(x),
@@ -82,14 +82,14 @@ INNER = (
     Inner("of a square", lambda gt, x, xp: gt.grad(lambda z: z**2)(x), 2.0),
     Inner("of a square twice", lambda gt, x, xp: gt.grad(gt.grad(lambda z: z**2))(x), 0.0),
     Inner("of where", lambda gt, x, xp: gt.grad(lambda z: xp.where(z > 0, z, 0 * z))(x), 0.0),
-    Inner("with a stop of its own", lambda gt, x, xp: gt.grad(lambda z: z * _s(gt, z))(x), 0.0),
+    Inner("with an inner stop", lambda gt, x, xp: gt.grad(lambda z: z * _s(gt, z))(x), 0.0),
     Inner("two-step", lambda gt, y, xp: _two_step(gt, y, False), 2 * _mixed(1.2, 1.5)),
     Inner(
         "two-step, separable",
         lambda gt, y, xp: gt.grad(lambda z: y + z**2)(_z(gt)),
         0.0,
     ),
-    Inner("cut and used besides", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
+    Inner("cut and also used", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
     Inner("hessian of a square", lambda gt, x, xp: gt.hessian(lambda z: z**2)(x), 0.0),
     Inner(
         "jvp of a linear function", lambda gt, x, xp: gt.jvp(lambda z: 3 * z, (x,), (x,))[1], 3.0
@@ -131,7 +131,7 @@ def _ways(gt: Any, f: Any, x: Any) -> dict[str, Callable[[], Any]]:
 _WARNS = ("grad", "strict", "value_and_grad")
 
 
-@pytest.mark.quick_at("torch", "with a stop of its own", "two-step, separable")
+@pytest.mark.quick_at("torch", "with an inner stop", "two-step, separable")
 @pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 @pytest.mark.parametrize("inner", HONEST, ids=str)
 def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backend_name, inner):
@@ -178,7 +178,7 @@ def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backen
     x = lift(backend_name, {"a": np.array(1.2), "u": np.array(1.5)})
     v = lift(backend_name, {"a": np.array(0.5), "u": np.array(2.0)})
     cube = lambda x: x["a"] ** 3 + x["u"] ** 3
-    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # 3 a^2
+    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # the derivative 3 a^2
     gradient, product = (t[0] for t in gt.hvp(part, (x,), (v,)))
     for row in (gradient, gt.jacobian(part, mode="reverse")(x), gt.vjp(part, x)[1](v["u"] / 2)[0]):
         close(_number(row["a"]), 7.2, 1e-12)

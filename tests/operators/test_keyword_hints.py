@@ -1,4 +1,4 @@
-"""A keyword or a name of another tool is refused by naming ours, in one sentence."""
+"""A keyword of another library raises an error that names gradtools' keyword in one sentence."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
     said = str(raised.value)
     assert said.startswith(f"{name}: there is no argument {keyword}=. Instead, ")
     assert HINTS[name, keyword, value] in said
-    assert isinstance(raised.value, TypeError)  # as Python's own
+    # Python raises a TypeError for an unknown keyword, too
+    assert isinstance(raised.value, TypeError)
 
 
 def test_keywords_of_f_itself_are_not_looked_at(gt):
-    """A parameter of f may have any name, such as holomorphic."""
+    """f itself may have a parameter with the name of such a keyword, for example holomorphic."""
     f = lambda x, holomorphic, policy=1: holomorphic * policy * x**2
     x = gt.asarray(np.float32(3.0))
     assert float(gt.grad(f)(x, holomorphic=2.0)) == 12

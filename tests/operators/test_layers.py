@@ -1,4 +1,4 @@
-"""The ready-made reversal layers: identity forward, minus the scale backward, no parameter."""
+"""Gradient reversal layers: identity forward, gradient times -scale backward, no parameters."""
 
 import numpy as np
 import pytest

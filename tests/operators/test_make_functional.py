@@ -1,4 +1,4 @@
-"""make_functional: a module as a pure function, in every library, with the same numbers."""
+"""make_functional turns a module of any library into a pure function with the same outputs."""
 
 import copy
 from functools import partial
@@ -32,7 +32,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# PyTorch: what is handed out
+# PyTorch: params and state
 
 
 def test_params_are_detached_aliases_and_state_is_a_copy():
@@ -89,7 +89,7 @@ def test_with_a_key_the_global_stream_is_untouched_and_without_one_it_advances()
     assert not torch.equal(before, torch.get_rng_state())
 
 
-# PyTorch: what a module tree may hold
+# PyTorch: unusual modules
 
 
 def reparametrised(kind):
@@ -138,7 +138,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
 
 
 class Selfish(nn.Module):
-    """Refers to itself in the ways that modules do: bound method, parent, partial, vmap."""
+    """A module that refers to itself by a bound method, a list of parents, partial and vmap."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_the_tree_refers_to_inside_itself_is_the_copy():
 
 
 class Counting(nn.Module):
-    """Assigns a buffer anew and counts in a plain number."""
+    """A module that assigns a new buffer and counts its calls in a Python number."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def test_it_compiles_without_a_graph_break_and_stays_pure():
     assert torch.equal(keyed[0], apply(params, state, x, key=random_key(0))[0])
 
 
-# PyTorch: what is refused
+# PyTorch: errors
 
 
 def test_wrong_names_and_shapes_are_named():

@@ -1,8 +1,8 @@
-"""make_functional for flax.linen, flax.nnx and equinox, and against torch.nn.
+"""make_functional for flax.linen, flax.nnx and equinox, compared with torch.nn.
 
-The network is dense, batch normalisation, tanh, dense. Conventions differ in two places, named
-here once: the new running value is (1 - m) old + m batch in PyTorch, and m old + (1 - m) batch in
-flax and equinox; PyTorch's running variance is unbiased, n / (n - 1) times the others'.
+The network is dense, batch norm, tanh, dense. Two conventions differ: the running mean is (1 - m)
+old + m batch in PyTorch but m old + (1 - m) batch in flax and equinox, and PyTorch's running
+variance is unbiased, n / (n - 1) times the variance of the others.
 """
 
 import numpy as np
@@ -164,7 +164,7 @@ def test_the_same_weights_give_pytorchs_numbers_and_batch_statistics(x64, run, t
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
-# One call, each library
+# One call in each library
 
 
 def small_linen(rate=0.5, train=True):

@@ -1,4 +1,4 @@
-"""Metrics, keys and state of microbatched_value_and_grad, and aux of minimax_value_and_grad."""
+"""Metrics, keys and state in microbatched_value_and_grad, and aux of minimax_value_and_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of f that say how an operator calls f."""
+"""Errors of f get a note that explains how the operator calls f."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`retain_gradient` and `retained_gradients` against gradients at an added array."""
+"""`retain_gradient` and `retained_gradients` compared with gradients of added zeros."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layer(gt, w, x, name="h"):
 
 
 def steps(gt):
-    """A program with four marks of one name, as a Python loop."""
+    """Return a program with a Python loop that marks four values with one name."""
 
     def f(w, x):
         for _ in range(STEPS):
@@ -35,7 +35,7 @@ def steps(gt):
 
 
 def added(gt, w, x):
-    """The gradients of `steps` at the marks: those with respect to arrays that are added there."""
+    """Return the gradients of `steps` at the marks as gradients of arrays added there."""
 
     def f(ds):
         h = x
@@ -51,7 +51,7 @@ def penalty(gt, f, x):
 
 
 def programs(gt, backend_name):
-    """The same computation as `steps`, written in other ways."""
+    """Return variants of `steps` that compute the same function."""
     one, shared = lambda w, x: layer(gt, w, x), (None, 0)
 
     def repeated(step):

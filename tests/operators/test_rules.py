@@ -1,6 +1,6 @@
-"""The mechanism under everything: a rule with either map, or both, of two inputs and two outputs.
+"""Internal rules with a tangent map, a cotangent map or both, for two inputs and two outputs.
 
-The numbers in every transform, at every order, are the support matrix's business.
+The support matrix tests its numbers in every transform and at every order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def same(found, expected, rtol=1e-12):
 
 
 def _zero_or(a, b):
-    """a * b where b may be a zero."""
+    """Return a * b, or None if b is a symbolic zero."""
     return None if b is None else a * b
 
 
@@ -40,7 +40,7 @@ GIVEN = {
     "the cotangent map alone": ("cotangent",),
 }
 
-# Two inputs, two outputs, of other shapes than the inputs: (x, y) -> (x sum(y), y sum(x^2)).
+# Two inputs and two outputs of other shapes than the inputs: (x, y) -> (x sum(y), y sum(x^2)).
 _MAPS = {
     "tangent": lambda xs, dxs: [
         _sum(
@@ -96,7 +96,7 @@ X = np.array([0.5, -1.5, 2.0])
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
-    """The maps then get None for what does not move and for what has no cotangent."""
+    """The maps get None for an input without a tangent and for an output without a cotangent."""
     xs = [native.array(X), native.array(np.array([2.0, -1.0]))]
 
     def at(run):

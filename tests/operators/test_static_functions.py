@@ -1,4 +1,4 @@
-"""Static arguments of rules: functions that close over arrays, and where they stand in fwd."""
+"""Static arguments of rules: functions that close over arrays, and their position in fwd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradtools import GradtoolsError
 
 
 def solver(gt):
-    """A rule that is given a function; its derivative in x is the function's."""
+    """A rule with a static argument f; the derivative with respect to x is f's derivative."""
     rule = gt.custom_rule(lambda f, x: f(x), static_argnames="f")
     rule.defvjp(lambda f, x: (f(x), x), lambda f, x, c: (gt.vjp(f, x)[1](c)[0],))
     return rule
@@ -30,7 +30,7 @@ class Times:
         return self.w * x
 
 
-@dataclass(slots=True)  # has no hash and no __dict__, as a module's variables in nnx
+@dataclass(slots=True)  # without __hash__ and __dict__, like a module's variables in nnx
 class Scale:
     w: Any
 
@@ -67,7 +67,7 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     ws = gt.asarray(np.float32([1, 3]))
     np.testing.assert_allclose(gt.to_numpy(gt.vmap(f, (0, None))(ws, x)), [4, 36])
     slope = gt.vmap(lambda w, x: gt.grad(f, 1)(w, x), (0, None))
-    if rule._backend.name == "torch":  # which has no closure conversion
+    if rule._backend.name == "torch":  # PyTorch has no closure conversion
         with pytest.raises(GradtoolsError, match="closes over an array"):
             slope(ws, x)
         return
@@ -75,7 +75,7 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     np.testing.assert_allclose(gt.to_numpy(slopes), [4, 36])
     curves = gt.vmap(lambda w, x: gt.grad(gt.grad(f, 1), 1)(w, x), (0, None))(ws, x)
     np.testing.assert_allclose(gt.to_numpy(curves), [2, 18])
-    assert not rule._specializations  # no tracer is kept
+    assert not rule._specializations  # the rule caches no tracer
 
 
 @pytest.mark.parametrize(

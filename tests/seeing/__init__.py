@@ -1,1 +1,1 @@
-"""Graphs, formulas, reports and costs."""
+"""Tests of graphs, formulas, reports and costs."""

@@ -1,6 +1,6 @@
-"""`gradtools why-zero`, `graph` and `formula`: a function by name, its inputs by shape.
+"""`gradtools why-zero`, `graph` and `formula` for a function name and input shapes.
 
-A row of `ANSWERS` or `REFUSALS` is a command and parts of what it prints.
+Each row of `ANSWERS` and `REFUSALS` is a command line and parts of its output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROGRAM = """
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, backend_name):
-    """A module `written` in the working directory, in one framework; `neutral` names none."""
+    """Write a module `written` in one framework and a module `neutral` in the working directory."""
     text = HEAD[backend_name] + textwrap.dedent(PROGRAM)
     (tmp_path / "written.py").write_text(text)
     (tmp_path / "neutral.py").write_text("def double(x):\n    return x + x\n")
@@ -57,7 +57,7 @@ def program(tmp_path, monkeypatch, backend_name):
 
 
 def run(command: str, backend: str = "") -> int:
-    """The status of a command; `<backend>` in it is the framework."""
+    """Return the exit status of a command, in which `<backend>` is replaced."""
     return main(command.replace("<backend>", backend).split())
 
 
@@ -81,7 +81,7 @@ def test_a_command_prints_its_answer(program, capsys, backend_name, command, sta
     assert run(command, backend_name) == status
     out = capsys.readouterr().out
     assert [part for part in parts if part not in out] == []
-    assert "\033[" not in out  # a pipe
+    assert "\033[" not in out  # stdout is a pipe
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])

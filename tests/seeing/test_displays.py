@@ -1,4 +1,4 @@
-"""What notebooks show: reports, tables and measurements as HTML that says what their text says."""
+"""Reports, tables and measurements in notebooks: HTML with the same words as the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = np.float32([0.3, -0.8])
 
 
 def words(shown: str) -> str:
-    """The text of a piece of HTML."""
+    """Return the text of HTML without its tags."""
     return html.unescape(re.sub(r"<[^>]*>", "", shown))
 
 

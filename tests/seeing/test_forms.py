@@ -1,4 +1,4 @@
-"""A graph as text, SVG, DOT, Mermaid and a page: well-formed, complete, safe with any name."""
+"""A graph as text, SVG, DOT, Mermaid and HTML: well-formed, complete and escaped."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_page_loads_nothing(graph):
     assert "@import" not in html and "url(" not in html
 
 
-# --- files and edges ---------------------------------------------------------------------
+# --- files and special cases -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

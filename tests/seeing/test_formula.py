@@ -1,4 +1,4 @@
-"""The formula of a program in PyTorch: what it says, what it computes, what is refused."""
+"""Formulas of PyTorch programs: their text, their numbers and the errors."""
 
 import re
 
@@ -71,7 +71,7 @@ LOSSES = {
     "normalized": (lambda X: F.layer_norm(X.relu(), (4,)), (array(3, 4),)),
     "complex": (lambda z: (z * (1 + 2j)).abs().sum(), (array(4, dtype=torch.complex128),)),
 }
-NAMES = {  # of each definition, as a line has it
+NAMES = {  # the line that defines each function
     "softplus": r"softplus\(",
     "sigmoid": r"sigmoid\(",
     "relu": r"relu\(",

@@ -1,4 +1,4 @@
-"""The programs of gradients as graphs, in both backends: passes, names, residuals, marks, cuts."""
+"""Gradient graphs in both backends: passes, names, residuals, marks and cuts."""
 
 import html
 
@@ -28,12 +28,12 @@ def operations(graph, phase):
 
 
 def kept(graph):
-    """The residuals: for each value its bytes."""
+    """Return the residuals of a graph with their bytes."""
     return {edge.value: edge.bytes for edge in graph.edges if edge.saved}
 
 
 def is_in_order(graph):
-    """Whether every value is made, or given, before it is read, and never twice."""
+    """Return whether every value is defined exactly once and before it is read."""
     known = [*graph.inputs, *graph.captured]
     for node in graph.nodes:
         if not set(node.inputs) <= set(known):
@@ -143,7 +143,7 @@ def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     assert graph.nodes[cuts[0].source].operation == "exp"
 
 
-# --- what is kept anew, and what is alive anyway -----------------------------------------
+# --- newly kept values and values that are alive anyway ----------------------------------
 
 
 def by_keyword(params, x, *rest, scale):

@@ -1,9 +1,8 @@
-"""What a graph says of an operation is what it computes: its word, operands in their places, more.
+"""The operations of a graph describe the computation: name, operands and attributes.
 
-Each row of the table runs one operation of the formula's vocabulary in both frameworks. Its
-graph is computed from the words alone, by what the vocabulary means by them, in NumPy; the result
-is the framework's own. So no operand stands in another's place, no number, axis or exponent is left
-out, and none is told that means something else.
+Each row of the table is one operation of the formula vocabulary in both frameworks. A NumPy
+interpreter evaluates the graph from the operation names and attributes, and the result must equal
+the framework's. This detects swapped operands and missing or wrong numbers, axes and exponents.
 """
 
 import importlib
@@ -17,8 +16,8 @@ from gradtools.seeing.formulas.expressions import evaluate, kind_of, placeholder
 from gradtools.seeing.formulas.words import made
 from gradtools.seeing.graphs.attributes import is_number
 
-# The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).
-# x and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
+# The operation, a program in PyTorch and a program in JAX (empty if JAX has no such operation). x
+# and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
 TABLE = """
 add              ; x + y                               ; x + y
 subtract         ; 1 - x                               ; 1 - x
@@ -136,7 +135,7 @@ ARGUMENTS = {
     name: RNG.uniform(0.5, 1.4, shape)
     for name, shape in {"x": (3, 4), "y": (3, 4), "w": (4, 4)}.items()
 } | {"v": RNG.uniform(0.5, 1.4, 4), "z": RNG.normal(size=3) + 1j * RNG.normal(size=3)}
-# What words mean that a formula writes by their name, in NumPy.
+# NumPy implementations of the operations that a formula writes by their names.
 BY_NAME = {
     **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil trunc".split()},
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
@@ -163,7 +162,7 @@ DTYPES = {"f": "float64", "c": "complex128", "i": "int64", "u": "int64", "b": "b
 
 
 def computed(graph, given):
-    """The outputs of a graph by what its words mean."""
+    """Evaluate a graph in NumPy from the names of its operations."""
     values = dict(zip(graph.inputs, given, strict=True))
     for v in graph.captured:
         name = graph.values[v].name
@@ -176,7 +175,7 @@ def computed(graph, given):
 
 
 def one(node, given):
-    """The results of an operation."""
+    """Evaluate one node of the graph."""
     if node.bodies:
         (body,) = node.bodies
         return computed(body.graph, [given[i] for i in body.inputs])
@@ -196,7 +195,7 @@ def one(node, given):
 
 
 def untrue(gt, words, operation, said):
-    """What is wrong of a program's graph, or nothing."""
+    """Return the error in the graph of a program, or an empty result if it is right."""
     names = [name for name in ARGUMENTS if re.search(rf"\b{name}\b", said)]
     f = eval(f"lambda {', '.join(names)}: {said}", words)
     given = [gt.asarray(ARGUMENTS[name]) for name in names]

@@ -1,4 +1,4 @@
-"""The pictures of many graphs, by their numbers: nothing overlaps, nothing is cut off or lost."""
+"""Layouts of many graphs, checked by coordinates: no overlaps, nothing clipped or missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def picture(request, pictures) -> Scene:
 
 
 def overlap(a: tuple[float, ...], b: tuple[float, ...], room: float = 0.0) -> bool:
-    """Whether two rectangles (left, top, right, bottom) come nearer than `room`."""
+    """Return whether two rectangles (left, top, right, bottom) are closer than `room`."""
     across = a[0] < b[2] + room and b[0] < a[2] + room
     return across and a[1] < b[3] + room and b[1] < a[3] + room
 
@@ -59,7 +59,7 @@ def rectangles(picture: Scene) -> dict[int, tuple[float, ...]]:
 
 
 def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
-    """Points along a line."""
+    """Yield points along a line."""
     x = y = 0.0
     for name, numbers in line.steps:
         for i in range(count + 1):
@@ -130,7 +130,7 @@ def test_lines_do_not_run_through_boxes(picture):
 
 @pytest.mark.slow_at("transformer-open")
 def test_every_arrow_is_drawn_from_its_source_to_its_target(picture):
-    """By the points of the lines alone: a chain of lines from border to border."""
+    """Trace the line segments of each edge from the border of one box to the border of another."""
     boxes = rectangles(picture)
     onward: dict[tuple[int, int], list[tuple[float, float]]] = {}
     starts: dict[int, list[tuple[float, float]]] = {key: [] for key in boxes}
@@ -193,7 +193,7 @@ def test_forward_runs_down_and_backward_up():
             assert down == (phases[arrow.source] % 2 == 0)
 
 
-# --- the page's own script, in a document that holds no more than it asks for -------------------
+# --- the script of the HTML page, in a stub document --------------------------------------------
 
 STUB = """
 const element = () => ({
@@ -220,7 +220,7 @@ canvas.firstElementChild = world;
 
 
 class Reader:
-    """A reader of a graph's page: opens and closes blocks, and sees what is drawn."""
+    """A simulated reader of a graph's page, who expands and collapses blocks."""
 
     def __init__(self, graph) -> None:
         data = re.search(r'id="graph">(.*?)</script>', graph.to_html(), re.DOTALL)[1]
@@ -231,7 +231,7 @@ class Reader:
         self.script.eval("(() => {" + script("page.js") + "})()")
 
     def drawn(self) -> str:
-        """What is drawn, without what a static picture leaves out."""
+        """Return the drawn SVG without the parts that a static picture does not have."""
         body = re.sub(r' tabindex="0"[^>]*', "", self.script.eval("world.innerHTML"))
         body = re.sub(r'<g class="tab">(<rect class="hot"[^>]*>)(.*?</text>)</g>', r"\2", body)
         return body.replace(" found", "")
@@ -240,7 +240,7 @@ class Reader:
         return self.script.eval('document.getElementById("status").textContent')
 
 
-# Of a large graph, such as the transformer, the page draws what is in view.
+# For a large graph, such as the transformer, the page draws only the visible part.
 @pytest.mark.sampled(4, 15)
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "transformer"])
 def test_the_page_draws_what_a_file_shows(name):
@@ -251,7 +251,8 @@ def test_the_page_draws_what_a_file_shows(name):
     for opened, act in ((every, "true"), (frozenset(), "false")):
         reader.script.eval(f"window.gradtools.setAll({act})")
         assert reader.drawn() == picture_of(outline, opened).body
-    for block in (*outline.blocks[:3], *outline.blocks[:3]):  # opens, and closes again
+    # expand the blocks, then collapse them
+    for block in (*outline.blocks[:3], *outline.blocks[:3]):
         reader.script.eval(f"window.gradtools.toggle({block.key})")
         opened ^= {block.key}
         assert reader.drawn() == picture_of(outline, opened).body
@@ -282,16 +283,17 @@ def test_of_a_large_graph_the_page_draws_what_is_in_view():
     )
     far = reader.drawn()
     count = len(picture["boxes"])
-    assert count > 400 and far.count('class="card"') == count  # all of them, and no word
+    # the page draws all boxes, but no text
+    assert count > 400 and far.count('class="card"') == count
     assert "<text" not in far and "<title" not in far
-    assert far.count("<") < 6 * count  # of each box no more than its card
+    assert far.count("<") < 6 * count  # the page draws only the card of each box
     press = lambda name, times: reader.script.eval(
         f'for (let i = 0; i < {times}; i++) document.getElementById("{name}").listeners.click();'
     )
     press("larger", 12)
     assert "<text" in reader.drawn()
     met = []
-    for _ in range(5):  # what is seen is drawn, and little besides
+    for _ in range(5):  # only the visible part and its surroundings are drawn
         view = json.loads(reader.script.eval("JSON.stringify(window.gradtools.view())"))
         left, upper = -view["x"] / view["scale"], -view["y"] / view["scale"]
         right, lower = left + 1600 / view["scale"], upper + 1000 / view["scale"]

@@ -1,4 +1,4 @@
-"""why_zero, alike in both backends."""
+"""why_zero in both backends."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _raises(x):
     raise ValueError("my own")
 
 
-# --- errors that it feeds ----------------------------------------------------------------
+# --- errors that refer to why_zero -------------------------------------------------------
 
 
 def test_a_disconnected_input_names_the_tool_that_finds_it(gt, x):

@@ -1,1 +1,1 @@
-"""Programs that people wrote in public, retold, each with the number that is right."""
+"""Programs from public reports, rewritten with gradtools and their correct results."""

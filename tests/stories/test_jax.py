@@ -1,4 +1,4 @@
-"""Programs from public reports about JAX, retold, each with its source and its truth."""
+"""Programs from public reports about JAX, each with its source and the correct result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def the_squared_norm_at_equal_points():
 
 @STORIES.add(source="jax-ml/jax#26248")
 def a_scale_before_and_after_the_norm():
-    """Equal values, and the gradient of the scale is 0 in one form and NaN in the other."""
+    """The values are equal, but the gradient of the scale is 0 in one form and NaN in the other."""
     x = jnp.zeros(2)
     inside, outside = (
         lambda a: jnp.linalg.norm(a * x),
@@ -75,7 +75,7 @@ def a_scale_before_and_after_the_norm():
 
 @STORIES.add(source="jax-ml/jax#654")
 def distances_of_charges_to_themselves():
-    """Zeros on the diagonal are masked after the division; both modes agree where it is safe."""
+    """Masking after the division gives NaN; with the safe form both modes agree."""
     charges, points = draw(4), draw(4, 3, seed=1)
     keep = 1 - jnp.eye(4)
 
@@ -97,7 +97,7 @@ def distances_of_charges_to_themselves():
 
 @STORIES.add(source="jax-ml/jax#4891")
 def a_gradient_is_what_the_inner_product_says():
-    """<grad, v> = jvp(v) with the real part of vdot, for every v."""
+    """For every v, Re vdot(grad, v) equals jvp(v)."""
     f = lambda z: jnp.abs(jnp.sin(z).sum()) ** 2
     z, v = draw(3) + 1j * draw(3, seed=1), draw(3, seed=2) + 1j * draw(3, seed=3)
     near(jnp.vdot(gt.grad(f)(z), v).real, gt.jvp(f, (z,), (v,))[1])
@@ -123,7 +123,7 @@ def a_reverse_rule_for_a_loss_serves_hessians():
 
 @STORIES.add(source="google/jaxopt#474")
 def the_hessian_of_a_ridge_solution():
-    """An implicit derivative given in reverse mode, differentiated forward over reverse."""
+    """An implicit derivative as a reverse rule, differentiated in forward-over-reverse mode."""
     x, y = draw(8, 3), draw(8, seed=1)
     solve = lambda theta: jnp.linalg.solve(x.T @ x + theta * jnp.eye(3), x.T @ y)
     ridge = gt.custom_rule(solve)
@@ -152,7 +152,7 @@ def forward_mode_under_vmap_of_a_reverse_rule():
 
 @STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
-    """`nondiff_argnums` of a traced array leaks a tracer; here it is an argument like another."""
+    """A traced array in `nondiff_argnums` leaks a tracer; here it is an ordinary argument."""
     f = gt.custom_rule(lambda s, p: s * p)
     f.defvjp(lambda s, p: (s * p, s), lambda s, c: (None, s * c))
     g = jax.jit(lambda s, p: f(s, p))
@@ -188,7 +188,7 @@ def a_differentiated_value_that_a_rule_closes_over_is_refused():
 
 @STORIES.add(source="astro-informatics/s2fft#165")
 def forward_mode_of_a_transform_with_its_own_adjoint():
-    """A linear transform whose reverse rule is its adjoint, pushed by transposing it."""
+    """A linear transform whose reverse rule is its adjoint; forward mode transposes that rule."""
     matrix = draw(5, 4) + 1j * draw(5, 4, seed=1)
     transform = gt.custom_rule(lambda x: matrix @ x)
     transform.defvjp(lambda x: (matrix @ x, None), lambda _, c: (matrix.conj().T @ c,))
@@ -201,7 +201,7 @@ def forward_mode_of_a_transform_with_its_own_adjoint():
 
 @STORIES.add(source="jax-ml/jax#3646")
 def one_key_for_several_draws():
-    """The same key for each chunk is refused; a key that is named is folded for each chunk."""
+    """A key shared by all chunks raises an error; a key in key_argnums is folded per chunk."""
     drop = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
     x, key = jnp.ones((6, 8)), jax.random.key(0)
     with pytest.raises(GradtoolsError, match="key that chunks share"):

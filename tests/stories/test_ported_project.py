@@ -1,7 +1,7 @@
-"""A project that ports one model to linen, nnx and equinox, and tests its ports with the plugin.
+"""A project that ports one model to linen, nnx and equinox and tests the ports with the plugin.
 
-Each port has five mistakes that one can switch on. The project's tests expect that the right port
-passes `cross_check`, and that `first_divergence` names the line of each mistake.
+Each port has five optional bugs. The project's tests expect that the correct port passes
+`cross_check` and that `first_divergence` names the line of each bug.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def test_a_mistake_is_named(library, mistake, original):
 @pytest.mark.slow
 def test_the_tests_of_a_project_with_three_ports_pass(pytester):
     pytester.makepyfile(models=MODELS, test_ports=TESTS)
-    found = pytester.runpytest_subprocess(  # in this process it would forget imported modules
+    # a subprocess, because an in-process run would unload imported modules
+    found = pytester.runpytest_subprocess(
         "-p", "gradtools.testing.plugin", "-p", "no:cacheprovider", "-q"
     )
     found.assert_outcomes(passed=18)

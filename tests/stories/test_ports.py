@@ -1,4 +1,4 @@
-"""Ports from PyTorch to JAX: what a comparison says of the ones that people write."""
+"""Ports from PyTorch to JAX: comparisons of common correct and wrong ports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _FlaxBlock(nnx.Module):
 
 
 def _port():
-    """A block and its correct port, with the same numbers."""
+    """Return a block and its correct port with equal parameters."""
     torch.manual_seed(0)
     original, port = _TorchBlock().double(), _FlaxBlock()
     torch.nn.init.normal_(original.attn.in_proj_bias)
@@ -58,7 +58,7 @@ def _port():
 
 @pytest.mark.slow
 def test_a_correct_port_with_attention_in_float32_is_told_so():
-    """flax's attention accumulates in float32 even under x64."""
+    """flax's attention accumulates in float32 even if x64 is enabled."""
     original, port = _port()
     x = np.random.default_rng(0).normal(size=(2, 5, WIDTH))
     mapping = match_parameters(original, port)

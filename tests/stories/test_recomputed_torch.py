@@ -1,4 +1,4 @@
-"""Recomputation in PyTorch: what is right comes out right, and what is not is refused."""
+"""Recomputation in PyTorch gives correct results or raises an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402
 
-# --- frozen around what computes in fewer bits
+# --- frozen functions in low precision
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -23,7 +23,7 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
     def net(z):
         return ((z.to(low) @ weights).tanh() @ weights).double()
 
-    def net_by_three(z):  # a product of fewer rows may be rounded otherwise
+    def net_by_three(z):  # a matrix product with fewer rows may round differently
         return torch.cat([net(part) for part in z.split(3)])
 
     def slope(G):
@@ -43,11 +43,11 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
     torch.testing.assert_close(slope(wrapped), expected, rtol=0, atol=tolerance)
 
 
-# --- a host kernel that remembers its arguments
+# --- a host kernel with internal state
 
 
 class _Solver:
-    """A solver with a warm start: it answers from memory where the argument is the last one."""
+    """A solver that caches its last argument and result."""
 
     x = y = None
 

@@ -1,7 +1,7 @@
-"""Training programs that people wrote in public for PyTorch, in our words.
+"""Training programs from public reports about PyTorch, rewritten with gradtools.
 
-Each returns pairs of what comes out and what is right: by a closed form, by plain PyTorch, or by
-central differences. The source is a repository and a number of its tracker.
+Each story returns pairs of a computed and a correct value. The correct value comes from a closed
+form, plain PyTorch or central differences. `source` is a repository and an issue number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mlp(*widths: int, act: Any = nn.Tanh) -> nn.Sequential:
 
 
 def plain(f: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-    """The gradient by PyTorch alone, with a graph."""
+    """Return the gradients by plain torch.autograd.grad with a graph."""
     return torch.autograd.grad(f(*xs), xs, create_graph=True)
 
 
@@ -42,7 +42,7 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def grads_of(net: nn.Module, loss: Any) -> list[Tensor]:
-    """What `loss().backward()` leaves at the parameters."""
+    """Return the gradients of the parameters after `loss().backward()`."""
     net.zero_grad()
     loss().backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
@@ -53,7 +53,7 @@ def same_training(net: nn.Module, ours: Any, theirs: Any) -> list[tuple[Any, Any
 
 
 def slope(f: Any, x: Tensor, v: Tensor, h: float = 1e-5) -> Tensor:
-    """A central difference."""
+    """Return the central difference of f at x along v."""
     with torch.no_grad():
         return (f(x + h * v) - f(x - h * v)) / (2 * h)
 
@@ -82,7 +82,7 @@ def wgan_gp_penalty_trains_the_critic():
 
 
 def _distances(x: Tensor) -> Tensor:
-    """As torch.pdist, whose backward pass has no derivative in PyTorch."""
+    """Pairwise distances like torch.pdist, whose backward pass PyTorch cannot differentiate."""
     gaps = x[:, None] - x[None]
     i, j = torch.triu_indices(len(x), len(x), 1)
     return gaps[i, j].square().sum(-1).sqrt()
@@ -96,7 +96,8 @@ def force_constants_are_the_hessian_of_the_energy():
     x = rand(3, 3)
     energy = lambda x: (_distances(x) ** 3).sum()
     hessian = gt.hessian(energy)(x)
-    with pytest.raises(NotImplementedError, match="_pdist_backward"):  # PyTorch's own limit
+    # PyTorch itself does not support this derivative
+    with pytest.raises(NotImplementedError, match="_pdist_backward"):
         gt.hessian(lambda x: (torch.pdist(x) ** 3).sum())(x)
     v = rand(3, 3)
     return [
@@ -105,7 +106,7 @@ def force_constants_are_the_hessian_of_the_energy():
     ]
 
 
-# --- equations
+# --- differential equations
 
 
 def _nested(f: Any, order: int) -> Any:
@@ -136,7 +137,7 @@ def a_beam_needs_the_fourth_derivative():
 
 
 class _Adjoint(torch.autograd.Function):
-    """odeint_adjoint by Euler steps: the backward pass runs under no_grad."""
+    """odeint_adjoint with Euler steps, whose backward pass runs under no_grad."""
 
     @staticmethod
     def forward(ctx, f, y, *params):
@@ -164,9 +165,10 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _named(program: Any, match: str) -> bool:
-    """Whether `checked` names what is wrong in a program that runs without an error."""
+    """Return whether `checked` reports the error in a program that runs without raising."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DisconnectedInputWarning)  # of a gradient without a graph
+        # the warning about a gradient without a graph
+        warnings.simplefilter("ignore", DisconnectedInputWarning)
         program()
     with checked(), pytest.raises(DerivativeError, match=match):
         program()
@@ -316,7 +318,7 @@ def the_hessian_at_a_module_is_that_of_its_parameters():
     return [(found[n], e) for n, e in zip(v, expected, strict=True)]
 
 
-# --- examples one by one
+# --- per-example gradients
 
 
 def _norms(net: nn.Module, x: Tensor, y: Tensor) -> Any:
@@ -429,7 +431,7 @@ def mean_flow_trains_through_a_tangent_with_attention():
     return same_training(net, ours, theirs)
 
 
-# --- wrong in PyTorch itself
+# --- wrong results of PyTorch itself
 
 
 @pytest.mark.parametrize("story", STORIES.cases())
@@ -439,7 +441,7 @@ def test_a_story_comes_out_right(story):
 
 
 def compare(pairs, rtol, atol):
-    """Of a program's pairs each number is near what is right; there is one at least."""
+    """Compare all pairs of computed and correct values; there must be at least one pair."""
     assert pairs
     for found, right in pairs:
         found, right = (x.detach() if isinstance(x, Tensor) else x for x in (found, right))

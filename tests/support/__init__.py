@@ -1,1 +1,1 @@
-"""What tests share, and the programs that write generated pages and tables."""
+"""Helpers that tests share, and programs that generate pages and tables of the documentation."""

@@ -1,8 +1,8 @@
-"""Bad calls of every operator; `bad_inputs.txt` has the whole text of what each raises.
+"""Bad calls of every operator; `bad_inputs.txt` contains the complete error text of each call.
 
-A text says what was asked, what was found (the argument, the leaf, the shape, the dtype) and what
-to do instead: our messages to read. `python -m tests.support.bad_inputs` writes them again,
-and `git diff` shows the changes; `tests/operators/test_bad_inputs.py` makes the calls.
+A text names the function, the wrong value (argument, leaf, shape, dtype) and the fix. `python -m
+tests.support.bad_inputs` rewrites the file, and `git diff` shows the changes.
+`tests/operators/test_bad_inputs.py` runs the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gradtools import GradtoolsError
 from gradtools.testing import check_derivatives, check_rule, cross_check
 from tests.support.numpy_trees import lift
 
-Call = Callable[[Any, Any], Any]  # of the namespace and of what turns NumPy's arrays into its own
+# takes the namespace and a function that converts NumPy arrays to the framework's arrays
+Call = Callable[[Any, Any], Any]
 
 TEXTS = Path(__file__).with_suffix(".txt")
 BACKENDS = ("torch", "jax")
@@ -32,7 +33,7 @@ ROWS = np.arange(6.0).reshape(3, 2)
 
 
 class Class:
-    """A class in place of a module."""
+    """A class that is passed where a module instance is expected."""
 
 
 def total(gt: Any) -> Any:
@@ -60,26 +61,26 @@ def known(gt: Any) -> Any:
 
 
 def pushed(gt: Any, f: Any) -> Any:
-    """The tangent of f along its argument."""
+    """Return the tangent of f along its argument as a function."""
     return lambda x: gt.jvp(f, (x,), (x,))[1]
 
 
 def ruled(gt: Any, f: Any) -> Any:
-    """A rule of the right form over some function."""
+    """Return f as a custom rule that passes the cotangent through."""
     rule = gt.custom_rule(f)
     rule.defvjp(lambda x: (f(x), x), lambda x, c: (c,))
     return rule
 
 
 def badly_ruled(gt: Any) -> Any:
-    """A rule whose bwd raises."""
+    """Return a custom rule whose bwd raises an error."""
     rule = gt.custom_rule(lambda x: x)
     rule.defvjp(lambda x: (x, x), lambda x, c: raising(x))
     return rule
 
 
 def noted(call: Callable[[], Any]) -> None:
-    """Raises the notes of an exception, so that the file of texts holds them."""
+    """Raise the notes of the call's exception as an error, so that the file of texts has them."""
     try:
         call()
     except Exception as error:
@@ -87,7 +88,7 @@ def noted(call: Callable[[], Any]) -> None:
 
 
 def cross_checked(**options: Any) -> None:
-    """Raises the reason why a `cross_check` left something out."""
+    """Raise the reason why `cross_check` left something out."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     raise GradtoolsError(cross_check(**options).left_out[0])
@@ -116,32 +117,32 @@ def added(gt: Any, *grads: Any) -> None:
 
 
 def target(gt: Any, a: Any) -> Any:
-    """What gradients are written to."""
+    """Return a target for accumulated gradients."""
     x = a(V)
     return x.requires_grad_() if hasattr(x, "requires_grad_") else x
 
 
 def layer(gt: Any) -> Any:
-    """A module of the framework, of one row."""
+    """Return a LayerNorm module of the framework."""
     if gt.__name__.endswith("torch"):
         return pytest.importorskip("torch").nn.LayerNorm(2)
     return pytest.importorskip("equinox").nn.LayerNorm(2)
 
 
 def other_layer(gt: Any) -> Any:
-    """A module of the other framework."""
+    """Return a LayerNorm module of the other framework."""
     other = "jax" if gt.__name__.endswith("torch") else "torch"
     pytest.importorskip(other)
     return layer(importlib.import_module(f"gradtools.{other}"))
 
 
 def other_gather(gt: Any) -> dict[str, Any]:
-    """The argument of `all_gather` that means something in the other framework."""
+    """Return the argument of `all_gather` that only the other framework supports."""
     return {"axis_name": "i"} if gt.__name__.endswith("torch") else {"group": object()}
 
 
 BAD: dict[str, Call] = {
-    # --- what is differentiated
+    # --- dtypes of differentiated arguments
     "grad of an integer array": lambda gt, a: gt.grad(total(gt))(a(N)),
     "grad of an array of objects": lambda gt, a: gt.grad(lambda x: x)(np.array([None, 1.0])),
     "value_and_grad of an integer leaf, nested": lambda gt, a: gt.value_and_grad(
@@ -149,7 +150,7 @@ BAD: dict[str, Call] = {
     )(a(S), {"k": [a(S), a(N)]}),
     "jvp, a tangent of integers": lambda gt, a: gt.jvp(lambda x: x, (a(N),), (a(N),)),
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
-    # --- what f returns
+    # --- return values of f
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
     "grad of an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(a(V)),
@@ -197,7 +198,7 @@ BAD: dict[str, Call] = {
     "an unknown policy": lambda gt, a: gt.grad(total(gt), disconnected_inputs="ignore"),
     "an unknown mode of jacobian": lambda gt, a: gt.jacobian(total(gt), mode="backward"),
     "chunk_size zero": lambda gt, a: gt.jacobian(total(gt), chunk_size=0),
-    # --- functions
+    # --- arguments that must be functions
     "grad of a number": lambda gt, a: gt.grad(3.0),
     "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
     "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
@@ -372,7 +373,7 @@ BAD: dict[str, Call] = {
     "a key beyond 64 bits": lambda gt, a: gt.random_key(2**64),
     "split of no key": lambda gt, a: gt.split_key(a(V)),
     "split into none": lambda gt, a: gt.split_key(gt.random_key(0), 0),
-    # --- accumulating
+    # --- accumulation
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
     "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
@@ -416,7 +417,7 @@ BAD: dict[str, Call] = {
     "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
-    # --- seeing
+    # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)
     ),
@@ -429,7 +430,7 @@ BAD: dict[str, Call] = {
     "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
         a(V)
     ),
-    # --- a newcomer's program: the way of another tool
+    # --- habits from other libraries
     "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
     "grad of an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(iter([a(V)])),
     "grad of a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
@@ -532,14 +533,15 @@ BAD: dict[str, Call] = {
     ),
 }
 
-NATIVE = {  # the error is Python's, NumPy's or the framework's own, not a `GradtoolsError`
+# calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
+NATIVE = {
     "a kernel that raises": "LinAlgError: a kernel's own error comes through",
     "a kernel that writes its argument": "ValueError: NumPy's own, and of its argument",
 }
 
 
 def told(name: str, backend_name: str) -> str:
-    """What a call raises, with placeholders for addresses and for lines of these tests."""
+    """Return the error text of a call with placeholders for addresses and line numbers."""
     gt = importlib.import_module(f"gradtools.{backend_name}")
     try:
         BAD[name](gt, lambda x: lift(backend_name, x))
@@ -554,11 +556,11 @@ def without_what_changes(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
 
 
-# --- the file of texts: a name, with the backend where the two say something else, and a paragraph
+# --- the file of texts: headings with a backend if the texts differ, and indented paragraphs
 
 
 def read() -> dict[str, str]:
-    """The text of each heading."""
+    """Return the text under each heading of the file."""
     found: dict[str, list[str]] = {}
     heading = ""
     for line in TEXTS.read_text(encoding="utf-8").splitlines():
@@ -575,7 +577,7 @@ def expected(texts: dict[str, str], name: str, backend_name: str) -> str:
 
 
 def written() -> str:
-    """The file, from what the calls raise now."""
+    """Return the new contents of the file from the errors that the calls raise now."""
     blocks = []
     for name in BAD:
         of_torch, of_jax = (told(name, backend_name) for backend_name in BACKENDS)

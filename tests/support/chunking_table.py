@@ -1,4 +1,4 @@
-"""Functions of a batch that treat its examples alone, written once for both backends."""
+"""Functions of a batch that treat each example separately, shared by both backends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ N, D = 10, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A function of a batch, with the loss that follows it and how it is chunked.
+    """A function of a batch, the shapes of its arguments and its options for `chunked`.
 
-    f takes the namespace, then a weight that is shared and the batch.
+    f takes the namespace, a shared weight and the batch.
     """
 
     name: str
@@ -108,13 +108,13 @@ CASES = [
 
 
 def chunked(gt, case):
-    """The case's function, chunked, of weight and batch."""
+    """Return the chunked function of weight and batch."""
     options = {"chunk_size": 4, **case.options}
     return gt.chunked(lambda w, x: case.f(gt, w, x), in_axes=case.in_axes, **options)
 
 
 def loss(gt, out):
-    """A number that depends on all pairs of entries."""
+    """Return a loss that couples all pairs of entries."""
     total = 0.0
     if isinstance(out, dict):
         return loss(gt, out["out"])

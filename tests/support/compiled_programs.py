@@ -1,8 +1,8 @@
-"""What JAX compiles is kept in a folder, for test files whose cells are compiled again and again.
+"""A fixture that stores programs compiled by JAX in a folder, for files that repeat programs.
 
-A file asks for it with `pytest_plugins` and `usefixtures("compiled_programs_kept")`. A cell makes
-its functions anew, so JAX traces them anew; the programs that come out are those of other cells.
-One process uses one folder, which its files share.
+A test file uses it with `pytest_plugins` and `usefixtures("compiled_programs_kept")`. Each test
+defines new functions, which JAX traces again, but many of the traced programs are equal. Each
+process has one folder for all of its files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def compiled_programs_kept(
 
 @contextmanager
 def programs_kept(folder: str) -> Iterator[None]:
-    """JAX keeps what it compiles in a folder, inside this block, if it does not so already.
+    """Enable JAX's persistent compilation cache in a folder unless another one is enabled.
 
-    What is traced anew for each cell, such as a loop, often becomes a program that was there
-    before, or that was forgotten. Programs that call back into Python are not kept.
+    Programs that are traced again for each test, such as loops, are often equal to earlier
+    programs. JAX does not cache programs that call back into Python.
     """
     import jax
 
@@ -56,7 +56,7 @@ _KEEP: dict[str, Any] = {
 
 
 def _configure(values: dict[str, Any]) -> None:
-    """Sets JAX's options; its cache is opened by the first program and must be told of others."""
+    """Set JAX's options and reset its compilation cache, which reads them only once."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

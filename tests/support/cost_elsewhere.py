@@ -1,14 +1,15 @@
-"""The public names that the tables of costs leave out, and what must be in them."""
+"""Public names without a case in the cost tables, and a check that all others have one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# These have costs of their own in other tests, or none.
+# The costs of these names are tested elsewhere or do not matter.
 ELSEWHERE = {
-    *("vmap", "compile"),  # the framework's own under one name
-    "all_gather",  # needs several processes or devices
-    *("implicit_solution", "retain_gradient", "retained_gradients"),  # nothing by hand is the same
+    *("vmap", "compile"),  # Aliases of the framework's own functions.
+    "all_gather",  # It needs several processes or devices.
+    # These operators have no handwritten equivalent.
+    *("implicit_solution", "retain_gradient", "retained_gradients"),
     *(
         "xp",
         "asarray",
@@ -17,11 +18,11 @@ ELSEWHERE = {
         "split_key",
         "ArraySpec",
         "is_recomputing",
-    ),  # no derivative
-    *("why_zero", "gradient_graph", "formula"),  # looked at, not run in a program
+    ),  # Functions without a derivative.
+    *("why_zero", "gradient_graph", "formula"),  # Analysis tools.
 }
 
 
 def without_case(gt: Any, cases: Any) -> set[str]:
-    """The public operators of which there is no case, by name or by `name, mode`."""
+    """Return the public operators without a case named `name` or `name, mode`."""
     return set(gt.__all__) - {name.partition(",")[0] for name in cases} - ELSEWHERE

@@ -1,7 +1,7 @@
-"""Costs of a call, as tests assert and benchmarks print them: operations and bytes.
+"""Operations and bytes of a call, for tests and benchmarks.
 
-PyTorch: products by `torch.utils.flop_counter`, one operation for each element that another
-operation computes, and the storages alive at once. JAX: XLA's own analysis of the compiled program.
+PyTorch: FLOPs of products from `torch.utils.flop_counter`, one operation per element that any other
+operation computes, and the peak of live storages. JAX: XLA's analysis of the compiled program.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 
 class Cost(NamedTuple):
-    """The operations of a call, and the most bytes that it held at once."""
+    """The number of operations of a call and its peak of live bytes."""
 
     flops: int
     peak_bytes: int
 
 
 def cost(gt: Any, run: Callable[..., Any], *args: Any) -> Cost:
-    """The cost of ``run(*args)`` in the framework of a namespace."""
+    """Return the cost of ``run(*args)`` in the framework of the namespace."""
     return (_in_torch if gt.__name__.endswith("torch") else _in_jax)(run, *args)
 
 
@@ -43,12 +43,12 @@ def _in_jax(run: Callable[..., Any], *args: Any) -> Cost:
 
 
 def saved_bytes(gt: Any, f: Callable[..., Any], *args: Any) -> int:
-    """The bytes kept for backward, each array once and without the arguments."""
+    """Return the bytes saved for backward; each array counts once and arguments do not count."""
     return (_packed if gt.__name__.endswith("torch") else _handed)(f, *args)
 
 
 def _packed(f: Callable[..., Any], *args: Any) -> int:
-    """What PyTorch hands to `saved_tensors_hooks`, but for what was there before."""
+    """Count the tensors that PyTorch passes to `saved_tensors_hooks` and that f created."""
     import torch
 
     args = tuple(x.detach().clone().requires_grad_() for x in args)
@@ -76,14 +76,14 @@ def _packed(f: Callable[..., Any], *args: Any) -> int:
 
 
 def _handed(f: Callable[..., Any], *args: Any) -> int:
-    """What the compiled forward half of `jax.vjp` returns, without arguments and doubles."""
+    """Count the distinct outputs of the compiled forward half of `jax.vjp` without arguments."""
     import jax
 
     forward = jax.jit(lambda *xs: jax.tree.leaves(jax.vjp(f, *xs)[1]))
     compiled = forward.lower(*args).compile()
     total = int(compiled.memory_analysis().output_size_in_bytes)
     found = [np.asarray(y) for y in compiled(*args)]
-    table = 8 * len(found) if len(found) > 1 else 0  # pointers to several outputs
+    table = 8 * len(found) if len(found) > 1 else 0  # XLA's table of pointers to several outputs
     here = {(x.shape, x.tobytes()) for x in map(np.asarray, args)}
     for y in found:
         key = y.shape, y.tobytes()

@@ -20,14 +20,14 @@ from gradtools.errors import GradtoolsError
 
 @contextmanager
 def placed(backend: str, device: str = "auto") -> Iterator[None]:
-    """A context in which the framework creates new arrays on this device.
+    """Context manager in which the framework creates new arrays on a device.
 
     Args:
         backend: "torch" or "jax".
-        device: "auto", "cpu", "gpu", "tpu", or one of several, such as "gpu:1".
+        device: "auto", "cpu", "gpu" or "tpu", optionally with an index as in "gpu:1".
 
     Raises:
-        GradtoolsError: There is no such device here.
+        GradtoolsError: If the device does not exist.
     """
     if device == "auto":
         yield
@@ -45,7 +45,7 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
     if backend == "jax":
         with framework.default_device(chosen):
             yield
-    else:  # PyTorch's mode of a default device costs time at each call
+    else:  # torch.device as a mode adds overhead to every call
         is_default = chosen.type == framework.get_default_device().type == "cpu"
         with nullcontext() if is_default else chosen:
             yield
@@ -61,15 +61,15 @@ def _jax_devices(jax: Any) -> dict[str, list[Any]]:
     for kind in ("cpu", "gpu", "tpu"):
         try:
             present[kind] = jax.local_devices(backend=kind)
-        except RuntimeError:  # JAX has no such platform here
+        except RuntimeError:  # JAX does not have this platform
             continue
     return present
 
 
 def on_devices(program: str, count: int, optimized: bool = False) -> str:
-    """What a program of JAX prints on so many devices that the host plays; its errors, if it fails.
+    """Run a JAX program in a subprocess on `count` simulated CPU devices and return its output.
 
-    optimized: Whether XLA compiles as for a user, whose program's text is looked into.
+    optimized: Whether XLA optimizes as for a user, for tests that read the compiled text.
     """
     inherited = "" if optimized else os.environ.get("XLA_FLAGS", "")
     flags = f"{inherited} --xla_force_host_platform_device_count={count}"

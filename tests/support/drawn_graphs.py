@@ -1,8 +1,7 @@
-"""What a drawn graph says, computed by PyTorch from its operations, edges and constants alone.
+"""Evaluate a graph in PyTorch from its operations, edges and constants alone.
 
-Each operation of the pictures stands here with its meaning, written apart from the recorders: a
-graph that draws an edge to the wrong place computes something else. The graphs of JAX are computed
-by the same table.
+The table below implements each operation independently of the recorders, so a graph with a wrong
+edge evaluates to a wrong result. Graphs of JAX use the same table.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _slice(node: Node, x: Tensor) -> Tensor:
 
 
 def _broadcast(node: Node, x: Tensor) -> Tensor:
-    """Axis k of x becomes axis `axes[k]`; without axes they are the last ones."""
+    """Axis k of x becomes axis `axes[k]`; without `axes`, x keeps the last axes."""
     shape = node.attributes["shape"]
     axes = node.attributes.get("axes", range(len(shape) - x.ndim, len(shape)))
     return x.reshape([shape[k] if k in axes else 1 for k in range(len(shape))]).expand(shape)
@@ -56,7 +55,7 @@ def _select_backward(node: Node, g: Tensor) -> Tensor:
     return aten.select_backward(g, sizes, at["axis"], at["index"])
 
 
-# What each operation of the graph's vocabulary means, of its operands in their places.
+# Implementation of each operation as a function of the node and its operands in order.
 MEANING: dict[str, Any] = {
     "add": lambda n, a, b: a + b,
     "subtract": lambda n, a, b: a - b,
@@ -111,16 +110,16 @@ MEANING: dict[str, Any] = {
 
 
 def computed(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The results of a graph, from its operations, edges and constants alone, by their names."""
+    """Return the named outputs of a graph, evaluated from its operations, edges and constants."""
     values = values_of(graph, known)
     return {graph.values[v].name: values[v] for v in graph.outputs if v in values}
 
 
 def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
-    """Every value of a graph, by its number."""
+    """Return every value of a graph by its index."""
     values: dict[int, Any] = {}
     for number in (*graph.inputs, *graph.captured):
-        name = graph.values[number].name  # a number has its own for a name
+        name = graph.values[number].name  # a constant is named by its number
         values[number] = known[name].detach() if name in known else torch.tensor(float(name))
     for node in graph.nodes:
         if any(v not in values for v in node.inputs) or node.operation == "missing":
@@ -132,7 +131,7 @@ def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
 
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
-    """The names of which there is no result, or another one."""
+    """Return the names whose results are missing or different."""
     close = lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     names = found.keys() | expected.keys()
     both = found.keys() & expected.keys()

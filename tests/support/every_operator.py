@@ -1,9 +1,9 @@
-"""Every public operator in one small use each, as data, for what must hold of all of them.
+"""Small uses of every public operator as data, for properties that all operators must have.
 
-A `Use` makes its operator of a function that calls `w.part` at several places: an elementwise
-function of an array of four numbers, which a test may replace by one that counts, raises, or
-returns something else. The result is a tree of arrays. Where `rows` is set, entry i of the result
-is a function of entry i of the argument alone; that makes an oracle which needs no framework.
+A `Use` applies its operator to a function that calls `w.part` in several places. `part` is an
+elementwise function of an array of four numbers; a test may replace it with a function that counts,
+raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i of the
+result depends only on entry i of the argument, which gives an expected value without a framework.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ POINT = np.array([0.3, -1.2, 0.7, 2.0])
 
 @dataclass(frozen=True)
 class World:
-    """What a use may touch: the namespace, the user's function, the array."""
+    """The inputs of a use: the namespace, the user's function `part` and the array x."""
 
     gt: Any
     part: Callable[[Any], Any]
     x: Any
 
     def twice(self, x: Any) -> Any:
-        """The user's function, which calls `part` two times."""
+        """The user's function, which calls `part` twice."""
         return self.part(self.part(x) * 0.5)
 
     def loss(self, x: Any) -> Any:
@@ -35,12 +35,12 @@ class World:
 
     @property
     def t(self) -> Any:
-        """A direction with the entries one."""
+        """A tangent direction of ones."""
         return self.gt.xp.ones_like(self.x)
 
     @property
     def one(self) -> Any:
-        """The number one, on x's device."""
+        """The number one on the device of x."""
         return self.gt.xp.prod(self.t)
 
     @property
@@ -53,12 +53,12 @@ class Use:
     """One use of a public name.
 
     Attributes:
-        name: The public name, and after a colon which use of it.
-        make: The use, as a function of the array that may be called again and again.
-        rows: Whether the result, of the shape of x, depends on x entry by entry.
-        planted: Whether `part` is called at all.
-        backends: Where it runs.
-        retries: Whether it takes another way where f fails once.
+        name: The public name, optionally with a variant after a colon.
+        make: Makes the use, a function of the array that may be called repeatedly.
+        rows: Whether the result has the shape of x and entry i depends only on entry i of x.
+        planted: Whether the use calls `part`.
+        backends: The backends that support the use.
+        retries: Whether the operator tries another method if f fails once.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Use:
         return self.name
 
     def run(self, w: World) -> Any:
-        """The use, made and called once."""
+        """Make the use and call it once."""
         return self.make(w)(w.x)
 
     @property
@@ -81,7 +81,7 @@ class Use:
 
 
 def healthy(gt: Any) -> Callable[[Any], Any]:
-    """The user's function as it should be, of the framework's arrays and of NumPy's."""
+    """Return the original `part` for arrays of the framework and of NumPy."""
     return lambda x: (np if isinstance(x, np.ndarray) else gt.xp).sin(x) + x * x
 
 
@@ -89,11 +89,11 @@ def slope(gt: Any, x: Any) -> Any:
     return (np if isinstance(x, np.ndarray) else gt.xp).cos(x) + 2 * x
 
 
-# --- uses that need more than a line ------------------------------------------------------
+# --- uses that need more than one line ----------------------------------------------------
 
 
 def _rule(w: World, where: str) -> Any:
-    """A custom rule for `part`, with the planted function in one of its places."""
+    """A custom rule that calls `part` in its value, fwd, bwd or forward rule."""
     plain = healthy(w.gt)
     f = w.gt.custom_rule(w.part if where == "value" else plain)
     here = w.part if where in ("fwd", "jvp") else plain
@@ -142,7 +142,7 @@ def _module(w: World) -> Any:
 
 @cache
 def _equinox_module() -> Any:
-    """The class, made once: JAX keeps every class that is registered with it."""
+    """Return the module class, created only once because JAX keeps every registered class."""
     import equinox
 
     class Module(equinox.Module):
@@ -206,17 +206,17 @@ def _frozen(w: World, order: int) -> Any:
 
 
 def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
-    """The gradient of the sum of f's entries."""
+    """Return the gradient of the sum of f's entries."""
     return w.gt.grad(lambda x: w.gt.xp.sum(f(x)))
 
 
 def _through(w: World, edit: Callable[[Any], Any]) -> Any:
-    """The gradient where the edit stands between two calls of `part`."""
+    """Return the gradient through an edit between two calls of `part`."""
     return _gradient(w, lambda x: w.part(edit(w.part(x) * 0.5)))
 
 
 def _mathematics(formula: Any) -> str:
-    """A formula without its greatest error, which is not the same at other random points."""
+    """Return the text of a formula without its error, which depends on the random points."""
     return str(formula).partition(" (greatest")[0]
 
 
@@ -255,7 +255,7 @@ def _microbatched(w: World) -> Any:
 
 
 def _of_f(operator: str, *options: Any, **more: Any) -> Callable[[World], Any]:
-    """Uses of an operator that makes a function of a function with values of x's shape."""
+    """Make a use of an operator whose result is a function with values of x's shape."""
     return lambda w: getattr(w.gt, operator)(w.twice, *options, **more)
 
 
@@ -299,7 +299,7 @@ USES = (
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)
-    ),  # in PyTorch a compilation takes seconds: see tests/torch/test_faults.py
+    ),  # in PyTorch compilation takes seconds: see tests/torch/test_faults.py
     Use("reverse_gradient", lambda w: _through(w, w.gt.reverse_gradient), rows=True),
     Use("scale_gradient", lambda w: _through(w, lambda x: w.gt.scale_gradient(x, 3.0)), rows=True),
     Use(
@@ -350,7 +350,8 @@ USES = (
     Use("GradientAccumulator", _accumulated, rows=True),
     Use("accumulate_gradients", lambda w: _written(w, "accumulate_gradients"), rows=True),
     Use("assign_gradients", lambda w: _written(w, "assign_gradients"), rows=True),
-    Use("all_gather", _gathered, rows=True, backends=("jax",)),  # in PyTorch it needs processes
+    # in PyTorch all_gather needs several processes
+    Use("all_gather", _gathered, rows=True, backends=("jax",)),
     Use("why_zero", lambda w: lambda x: bool(w.gt.why_zero(w.loss, x))),
     Use("gradient_graph", lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x).nodes)),
     Use(
@@ -369,18 +370,18 @@ USES = (
 
 
 def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
-    """A result as NumPy arrays, to be compared bit for bit."""
+    """Return the leaves of a result as NumPy arrays for bitwise comparison."""
     if isinstance(tree, dict):
         return [leaf for key in sorted(tree) for leaf in leaves(gt, tree[key])]
     if isinstance(tree, tuple | list):
         return [leaf for item in tree for leaf in leaves(gt, item)]
-    if hasattr(tree, "a"):  # the one parameter of the equinox module
+    if hasattr(tree, "a"):  # `a` is the only parameter of the equinox module
         return leaves(gt, tree.a)
     plain = isinstance(tree, str | bool | int) or type(tree).__name__ == "ArraySpec"
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]
 
 
-# What is looked at and not run in a program, and what is no array.
+# Analysis tools and functions whose results are not arrays.
 NOT_JITTED = {
     *("why_zero", "formula", "asarray", "to_numpy"),
     *("gradient_graph", "ArraySpec", "is_recomputing"),

@@ -1,10 +1,11 @@
-"""Tables of functions of which formulas are made: a row is an expression and what its names are.
+"""Tables of functions for formulas: each row is an expression and its arguments.
 
     jnp.sum(a * b, 1) ; (3,4) p(3,4)
 
-The arguments a, b, c, d are shapes in brackets, after p (positive), u (between -0.7 and 0.7), z
-(complex), s (symmetric, positive definite), h (the same, complex), i followed by a number (integers
-below it), or nothing (normal numbers, away from zero); or i and the integers themselves.
+The arguments a, b, c, d are shapes in parentheses with an optional prefix: p (positive), u (between
+-0.7 and 0.7), z (complex), s (symmetric positive definite), h (Hermitian positive definite) or i
+and a number (integers below it). Without a prefix the entries are normal numbers away from zero. An
+argument may also be i followed by the integers themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A function: an expression of a, b, c, d, and its arguments in words."""
+    """A function: an expression in a, b, c, d and a description of these arguments."""
 
     expression: str
     arguments: str
@@ -36,12 +37,12 @@ class Row:
         return f"{self.expression} of {self.arguments}"
 
     def arrays(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """The arguments."""
+        """Return the arguments as NumPy arrays."""
         return [_array(rng, part) for part in self.arguments.split()]
 
 
 def rows(table: str) -> list[Row]:
-    """The rows of a table; lines that begin with # are headings."""
+    """Return the rows of a table; lines that begin with # are headings."""
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
     return [Row(*map(str.strip, line.rsplit(";", 1))) for line in lines]
 

@@ -1,7 +1,7 @@
-"""The pictures of docs/gallery.md: programs of PyTorch and JAX, drawn, each with a few sentences.
+"""The pictures of docs/gallery.md: graphs of PyTorch and JAX programs, each with a short text.
 
-`python -m tests.support.gallery` writes the page and its pictures; a test compares, and
-computes each graph, operation by operation, beside PyTorch's own derivatives.
+`python -m tests.support.gallery` writes the page and its pictures. Tests compare these files and
+compare each graph, evaluated operation by operation, with PyTorch's own derivatives.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PAGE, PICTURES_AT = DOCS / "gallery.md", DOCS / "assets" / "gallery"
 
 @dataclass(frozen=True)
 class Picture:
-    """A program to be drawn.
+    """A program whose graph is drawn.
 
     Attributes:
-        name: What its file is called.
+        name: The name of the picture's file.
         title: The heading.
-        words: What it teaches; {kept} and {operations} are read from the graph.
+        words: The text below the heading; {kept} and {operations} are filled in from the graph.
         f: The program.
         args: Its arguments.
-        order: How often it is differentiated.
-        held: The parameters and buffers that it holds, by the names that the graph gives them.
-        gt: gradtools for its framework.
+        order: The order of differentiation.
+        held: The captured parameters and buffers by their names in the graph.
+        gt: The gradtools namespace of its framework.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Picture:
     gt: Any = gt
 
     def graph(self) -> Any:
-        """The operations of its framework."""
+        """Return the gradient graph of the program."""
         argnums = tuple(range(len(self.args)))
         return self.gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What it holds that is trained."""
+        """Return the captured parameters."""
         return {name: x for name, x in self.held.items() if isinstance(x, nn.Parameter)}
 
 
@@ -140,7 +140,7 @@ def _drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _seeded(module: nn.Module) -> nn.Module:
-    """Parameters that are the same in each run."""
+    """Fill the parameters of a module with the same numbers in each run."""
     with torch.no_grad():
         for k, p in enumerate(module.parameters()):
             p.copy_(0.3 * _drawn(*p.shape, seed=k) + (1.0 if p.ndim == 1 else 0.0))
@@ -148,7 +148,7 @@ def _seeded(module: nn.Module) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, each normalised, and the input added."""
+    """Two convolutions with batch norm and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,14 +312,14 @@ edges are lost derivatives. The last two programs use JAX.
 
 
 def pictures() -> tuple[Any, ...]:
-    """All of them, in the page's order."""
+    """Return all pictures in the order of the page."""
     from tests.support import gallery_jax
 
     return (*PICTURES, *gallery_jax.PICTURES)
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     parts = [HEAD]
     for picture in pictures():
         graph = picture.graph()

@@ -1,4 +1,4 @@
-"""Two programs of the gallery in JAX: what differs from PyTorch's, and what does not."""
+"""JAX programs of the gallery, for comparison with the graphs of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.gallery import Picture
 
 @jax.custom_vjp
 def sinh(x: Any) -> Any:
-    """With a rule that saves what it computes inside."""
+    """sinh with a custom rule that saves an intermediate value."""
     return (jnp.exp(x) - jnp.exp(-x)) / 2
 
 
@@ -32,7 +32,7 @@ sinh.defvjp(_forward, _backward)
 
 
 def penalty(params: Any, x: Any) -> Any:
-    """How far the slope of a critic is from one."""
+    """The gradient penalty of a critic: the squared difference of its gradient norm from one."""
     critic = lambda x: (jnp.tanh(x @ params["w"]) @ params["v"]).sum()
     slope = jax.grad(critic)(x)
     return ((jnp.sqrt((slope**2).sum(1)) - 1) ** 2).mean()

@@ -1,8 +1,8 @@
-"""What only a GPU shows, in PyTorch; tests/torch/test_cuda.py runs it.
+"""Scenarios in PyTorch that need a GPU; tests/torch/test_cuda.py runs them.
 
-A scenario is a function of a device. It raises AssertionError where something does not hold, and
-`Absent` where the machine lacks what it needs. Those that a CPU can run as well, by kernels of its
-own, are tried there too, so that a scenario that was never on a GPU is a program that runs.
+A scenario is a function of a device. It raises AssertionError if a property is violated and
+`Absent` if the machine lacks a requirement. Scenarios that a CPU supports as well also run on the
+CPU, so that their code is tested on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Edit = Callable[[Any], Any]
 
 
 class Absent(Exception):
-    """The machine lacks what a scenario needs."""
+    """The machine does not meet a requirement of a scenario."""
 
 
 class GpuScenario(NamedTuple):
-    """What must hold on a device.
+    """A property of gradtools on a device.
 
     Attributes:
-        run: Raises where it does not hold.
-        anywhere: Whether it runs on a CPU, too.
+        run: Raises AssertionError if the property is violated.
+        anywhere: Whether the scenario also runs on a CPU.
     """
 
     run: Callable[[torch.device], None]
@@ -53,7 +53,7 @@ def _exactly(found: Any, expected: Any) -> None:
 
 
 def _noisy(x: Tensor) -> Tensor:
-    """Noise by a layer, and from the stream of every device of the kind, and of the CPU."""
+    """Draw noise from dropout, from the generators of all devices, and from the CPU."""
     count = torch.cuda.device_count() if x.is_cuda else 1
     others = [torch.rand((), device=torch.device(x.device.type, i)) for i in range(count)]
     noise = sum(draw.to(x.device) for draw in (*others, torch.rand((), device="cpu")))
@@ -66,7 +66,7 @@ def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
             result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*result)  # the second: the stream goes on where it would
+        _exactly(*result)  # the last draw checks that the random state is equal afterwards
 
     return run
 
@@ -93,18 +93,19 @@ def _scaled(edit: Edit) -> Callable[[torch.device], None]:
 
 
 def _slope(f: Any, y: Tensor, z: Tensor, u: Tensor | None = None) -> Tensor:
-    """d/dy of <u, d/dz f(y, z)>, by double backward; of the slope's square if u is None."""
+    """Return d/dy of <u, d/dz f(y, z)>, or of |d/dz f|^2 if u is None, by double backward."""
     y, z = y.detach().requires_grad_(), z.detach().requires_grad_()
     (first,) = torch.autograd.grad(f(y, z), z, create_graph=True)
     return torch.autograd.grad((first * (first if u is None else u)).sum(), y)[0]
 
 
 def _through(G: Callable[[Tensor], Tensor], z: Tensor) -> None:
-    """Forward mode and second order through G, beside double backward by plain kernels."""
+    """Compare forward mode and second derivatives through G with double backward."""
     y, u = torch.randn_like(G(z)), torch.randn_like(z)
     f = lambda y, g: ((y * g) ** 2).sum()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GradtoolsWarning)  # that another kernel is taken
+        # the warning that another attention kernel is used
+        warnings.simplefilter("ignore", GradtoolsWarning)
         pushed = gt.mixed_partial(f, G, y, z, u)
         frozen = gt.frozen(G)
         twice = _slope(lambda y, z: f(y, frozen(z)), y, z)
@@ -152,7 +153,7 @@ def _side_stream(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> None:
-    """By the allocator's own counter: eight functions of 2^20 numbers, in eight chunks."""
+    """Compare peaks of the CUDA allocator for eight functions of 2^20 numbers in eight chunks."""
     x = torch.randn(1 << 20, device=device)
     deep = lambda x: x.sin().exp().sin().exp().sin().exp().sin().exp()
     measured = []
@@ -186,7 +187,7 @@ _ROWS, _SECONDS = 5, 60
 
 
 def _two_processes(device: torch.device) -> None:
-    """One step on the rows of both: nccl and SyncBatchNorm on GPUs, gloo on CPUs."""
+    """Train one step on the rows of two processes, with nccl on GPUs or gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Absent("it needs two GPUs")
     with TemporaryDirectory() as folder:
@@ -195,7 +196,7 @@ def _two_processes(device: torch.device) -> None:
 
 
 def _rank(rank: int, kind: str, where: str) -> None:
-    """What one of the processes does."""
+    """The program of one of the two processes."""
     from datetime import timedelta
 
     device = torch.device(kind, rank if kind == "cuda" else 0)
@@ -239,7 +240,7 @@ _EDITS: dict[str, Edit] = {
 
 
 def _bridged(device: torch.device) -> None:
-    """Memory is shared on one device, in the order of streams; else the bridge refuses in words."""
+    """The bridge shares memory on one device in stream order, and raises an error otherwise."""
     try:
         import jax
         import jax.numpy as jnp
@@ -274,7 +275,7 @@ def _bridged(device: torch.device) -> None:
 
 
 def _refusal(run: Callable[[], Any]) -> str:
-    """The words in which it is refused."""
+    """Return the message of the error that `run` must raise."""
     try:
         return f"it gave {run()}"
     except GradtoolsError as error:
@@ -282,7 +283,7 @@ def _refusal(run: Callable[[], Any]) -> str:
 
 
 def _in_order(device: torch.device, twice: Any, a: Any) -> None:
-    """What is still being computed, on a stream of its own, is waited for; on both sides."""
+    """The bridge waits for pending computations of both frameworks on other streams."""
     import jax
     import jax.numpy as jnp
 
@@ -295,13 +296,13 @@ def _in_order(device: torch.device, twice: Any, a: Any) -> None:
         for _ in range(50):
             x = x + 1
         y = doubled(x)
-        x.zero_()  # JAX has read it by now
+        x.zero_()  # JAX has read x before this line
         assert float(y.min()) == float(y.max()) == 100.0
     late = jax.jit(
         lambda a: jax.lax.fori_loop(0, 50, lambda _, z: z + 1, jnp.zeros(1 << 20) * a[0])
     )
     for _ in range(3):
-        b = twice(late(a))  # of an array that nothing else holds
+        b = twice(late(a))  # the result of `late` has no other reference
         assert float(jnp.min(b)) == float(jnp.max(b)) == 100.0
 
 

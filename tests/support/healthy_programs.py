@@ -1,6 +1,6 @@
-"""Healthy losses of both frameworks, in which why_zero finds nothing.
+"""Healthy losses in both frameworks, for which why_zero must report nothing.
 
-Each takes `gt` and a dict of parameters, with shapes in the table `HEALTHY`.
+Each loss takes `gt` and a dict of parameters, whose shapes are in the table `HEALTHY`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def features(gt, p, seed=0):
 
 # --- straight-through estimators ---------------------------------------------------------
 
-# The value is h, discrete in p; the gradient is that of p. S is stop_gradient.
+# Straight-through formulas whose value is h, a discrete function of p, and whose gradient is the
+# gradient of p. S is stop_gradient.
 SPELLINGS: dict[str, Program] = {
     "p + S(h - p)": lambda S, h, p: p() + S(h(p()) - p()),
     "h - S(p) + p": lambda S, h, p: h(p()) - S(p()) + p(),
@@ -75,7 +76,7 @@ SPELLINGS: dict[str, Program] = {
 
 
 def straight_through(spelling: str, is_scalar: bool, is_computed_once: bool) -> Program:
-    """A loss by a straight-through estimator of a rounding."""
+    """Return a loss that rounds with a straight-through estimator."""
 
     def loss(gt, p):
         def soft():
@@ -90,7 +91,7 @@ def straight_through(spelling: str, is_scalar: bool, is_computed_once: bool) -> 
     return loss
 
 
-# --- stops that an algorithm needs -------------------------------------------------------
+# --- stop_gradient in algorithms that need it --------------------------------------------
 
 
 def vq_vae(gt, p):
@@ -111,7 +112,7 @@ def vq_vae_by_straight_through(gt, p):
 
 
 def vq_vae_with_ema(gt, p):
-    """The codebook is a moving average, and gets no gradient."""
+    """The codebook is an exponential moving average and gets no gradient."""
     x, codes, stop = rows(gt, 6, 5), rows(gt, 7, 3, seed=4), gt.stop_gradient
     z = x @ p["encoder"]
     q = nearest(gt, codes, z)
@@ -213,7 +214,7 @@ def truncated_recurrence(gt, p):
 
 
 def spiking(gt, p):
-    """A membrane potential that is reset by a stopped spike; the spike has a surrogate."""
+    """A spiking neuron: a stopped spike resets the potential and has a surrogate gradient."""
     spike = gt.straight_through(lambda v: v > 0, lambda v: sigmoid(gt, 4 * v))
     v, total = gt.asarray(np.zeros((6, 4), np.float32)), 0.0
     for t in range(3):
@@ -290,7 +291,7 @@ def top_one_experts(gt, p):
 
 
 def detection_head(gt, p):
-    """Boxes are matched to targets by a discrete assignment, classes by their scores."""
+    """A detection loss with discrete matching of boxes to targets."""
     out = rows(gt, 6, 5) @ p["w"]
     targets = rows(gt, 2, 4, seed=1)
     cost = gt.xp.sum(abs(out[:, None] - targets), axis=-1)

@@ -1,6 +1,7 @@
-"""HIPS autograd as a third backend, by the waist's defaults: `import hips_backend as gt`.
+"""HIPS autograd as a third backend with the default methods: `import hips_backend as gt`.
 
-NumPy's arrays, reverse mode only. Its pullback is the transpose where gradtools' is the adjoint.
+It supports NumPy arrays and reverse mode only. The pullback of autograd is the transpose, while
+gradtools' pullback is the adjoint.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from gradtools.backend import Backend, Evaluation
 
 @dataclass(frozen=True)
 class Treedef:
-    """The structure of a tree of tuples, lists and dictionaries; None is an empty one."""
+    """The structure of a pytree of tuples, lists and dicts; None has no leaves."""
 
-    kind: type | None = None  # None: a leaf
+    kind: type | None = None  # None for a leaf
     keys: tuple[Any, ...] = ()
     parts: tuple[Treedef, ...] = ()
 
@@ -37,7 +38,7 @@ class Treedef:
         return cls(type(tree), keys, tuple([cls.of(tree[key]) for key in keys]))
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """The parts of a tree at the places of the leaves."""
+        """Return the subtrees of a tree at the positions of the leaves."""
         if self.kind is None:
             return [tree]
         if type(tree) is not self.kind or len(tree or ()) != len(self.keys):
@@ -61,7 +62,7 @@ class Treedef:
 
 
 class HipsBackend(Backend):
-    """What gradtools asks, by autograd."""
+    """The abstract methods of `Backend`, implemented with autograd."""
 
     name = __name__
     xp = anp
@@ -135,7 +136,7 @@ class HipsBackend(Backend):
 
 
 def _listed(xs: Any) -> list[Any]:
-    """The entries of what may be a traced tuple, over which autograd cannot iterate."""
+    """Return a list of the entries of a sequence that autograd may trace and cannot iterate."""
     return [xs[i] for i in range(len(xs))]
 
 

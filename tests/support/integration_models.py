@@ -1,4 +1,4 @@
-"""Small models and batches for the integration tests: random weights, nothing is downloaded."""
+"""Small models and batches for the integration tests, with random weights and no downloads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOLERANCE = {"rtol": 2e-4, "atol": 1e-6}
 
 
 def bert(**options):
-    """A BERT of two layers, with its ordinary dropout."""
+    """Return a BERT model with two layers and the default dropout."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
@@ -20,7 +20,7 @@ def bert(**options):
 
 
 def tokens(rows, length=7, seed=0):
-    """Ids and a mask, the way a tokeniser pads them."""
+    """Return token ids and an attention mask like a tokenizer with padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 60, (rows, length), generator=generator)
     lengths = torch.randint(3, length + 1, (rows, 1), generator=generator)
@@ -29,25 +29,25 @@ def tokens(rows, length=7, seed=0):
 
 
 def pooled(out, mask):
-    """The mean of the tokens that are there."""
+    """Return the mean over the tokens that are not padding."""
     mask = mask[..., None].to(out.last_hidden_state.dtype)
     return (out.last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
 def contrastive(queries, passages, scale):
-    """Each query's own passage among all passages."""
+    """Return the contrastive loss: each query must select its own passage among all passages."""
     normal = torch.nn.functional.normalize
     scores = normal(queries, dim=-1) @ normal(passages, dim=-1).T * scale
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(queries)))
 
 
 def gradients(module):
-    """By name."""
+    """Return the gradients of the parameters by name."""
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def agree(found, expected, **tolerance):
-    """Whether two dictionaries of arrays hold the same."""
+    """Assert that two dicts of tensors are equal."""
     assert found.keys() == expected.keys() and found
     for name, x in found.items():
         torch.testing.assert_close(
@@ -56,5 +56,5 @@ def agree(found, expected, **tolerance):
 
 
 def quiet():
-    """Inside, what the packages warn of is not told."""
+    """Context manager that suppresses the warnings of other packages."""
     return warnings.catch_warnings(action="ignore")

@@ -1,7 +1,7 @@
-"""Keras models through make_functional, on the backend that KERAS_BACKEND names.
+"""Checks of Keras models with make_functional on the backend that KERAS_BACKEND names.
 
-Run as a program by `tests/integration/test_keras.py`, since Keras has one backend a process. It
-prints the name of each check with what went wrong, nothing where it went well.
+`tests/integration/test_keras.py` runs this file as a program, because Keras has one backend per
+process. It prints each check's name and its error, which is empty on success.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def numbers(arrays):
 
 
 def listed(tree, like):
-    """The arrays of a dict in another's order: JAX sorts keys."""
+    """Return the arrays of a dict in the order of another dict, because JAX sorts keys."""
     return [gt.to_numpy(tree[path]) for path in like]
 
 
@@ -48,7 +48,7 @@ def same(found, wanted, tolerance=1e-5, least=1e-6):
 
 
 def theirs(net, training):
-    """Value, gradients, and what is not trained afterwards, without gradtools."""
+    """Return the value, gradients and updated state of a model without gradtools."""
     if BACKEND == "torch":
         out = (net(asarray(X), training=training) ** 2).mean()
         free = [v.value for v in net.trainable_variables]
@@ -106,7 +106,7 @@ def a_key_says_what_is_drawn():
     (seed,) = [path for path in state if "seed" in path]
     assert np.array_equal(gt.to_numpy(after[seed]), gt.to_numpy(state[seed]))
     _, counted = apply(params, state, asarray(X))
-    if BACKEND == "torch":  # whose dropout draws from PyTorch's own stream
+    if BACKEND == "torch":  # dropout of Keras in PyTorch draws from PyTorch's own generator
         return
     assert not np.array_equal(gt.to_numpy(counted[seed]), gt.to_numpy(state[seed]))
 
@@ -172,7 +172,7 @@ def errors_say_what_to_do():
 
 
 def fit_trains_through_an_edited_gradient():
-    """One step of SGD moves what stands before the reversal by a tenth, to the other side."""
+    """With reversal, one SGD step moves the layer before it by -0.1 times the plain step."""
 
     class Reversal(keras.layers.Layer):
         def call(self, x):

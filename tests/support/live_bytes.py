@@ -1,4 +1,4 @@
-"""Counts the bytes of live storages that operations create, with a dispatch mode."""
+"""Count the bytes of live storages that operations create, with a dispatch mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: The live bytes.
-        peak: The most live bytes at once.
+        peak: The maximum of the live bytes.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def _key(x: Tensor) -> int:
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
-    """The peak of live bytes that `run()` created, and its result."""
+    """Return the peak of live bytes that `run()` created, and its result."""
     with LiveBytes() as live:
         result = run()
     return live.peak, result

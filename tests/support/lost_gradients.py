@@ -1,12 +1,12 @@
-"""Where gradients are lost, and where not: one form for both frameworks, and the shared records.
+"""Programs that lose gradients and healthy programs, shared by both frameworks.
 
     @CASES.cause()
     def f(x):
         return stop(x).sum()  # <- detached
 
-A cause bears at each line at which the gradient of its first argument is lost what kind of loss it
-is: `# <- detached`, or `# <- detached, partly` where only one term is lost. A healthy function has
-no such comment. Functions of `gt` and x are tested in both frameworks.
+A cause has a comment with the kind of loss on each line that loses the gradient of its first
+argument: `# <- detached`, or `# <- detached, partly` if only one term is lost. A healthy function
+has no such comment. Functions of `gt` and x run in both frameworks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.scenarios import Scenario, Table
 
 
 class Loss(NamedTuple):
-    """A kind of loss, its line, and whether all of the gradient is lost."""
+    """The kind and line of a loss, and whether the whole gradient is lost."""
 
     kind: str
     line: int | None
@@ -31,12 +31,12 @@ class Loss(NamedTuple):
 
 
 class LostGradients:
-    """The causes and the healthy functions of one framework, each with its arguments.
+    """The causes and healthy functions of one framework with their arguments.
 
     Attributes:
-        x: The argument of functions without arguments of their own.
+        x: The default argument of a function.
         causes: Functions that lose a gradient.
-        healthy_ones: Functions that lose none.
+        healthy_ones: Functions that lose no gradient.
     """
 
     def __init__(self, gt: Any, x: Any) -> None:
@@ -50,22 +50,25 @@ class LostGradients:
             self.healthy(name=name)(partial(f, gt))
 
     def cause(self, *args: Any, name: str = "", scope: Any = None, written: Any = None) -> Any:
-        """Adds a cause. scope: Its modules; written: The function that bears the comments."""
+        """Register a cause.
+
+        scope: Expected modules; written: The function whose source has the comments.
+        """
         return self.causes.add(name, args=args or (self.x,), scope=scope, written=written)
 
     def healthy(self, *args: Any, name: str = "") -> Any:
-        """Adds a healthy function."""
+        """Register a healthy function."""
         return self.healthy_ones.add(name, args=args or (self.x,))
 
     def in_one_line(self, functions: dict[str, dict[str, Callable[..., Any]]]) -> None:
-        """Adds causes of one line each, without a comment, by the kinds of loss."""
+        """Register causes that fit on one line and have no comment, by the kind of loss."""
         for mark, named in functions.items():
             for name, f in named.items():
                 self.causes.add(name, args=(self.x,), mark=mark)(f)
 
 
 def losses(cause: Scenario) -> list[Loss]:
-    """Where a cause loses a gradient, by its comments."""
+    """Return the losses of a cause from its comments."""
     f = cause.get("written") or cause.program
     if mark := cause.get("mark"):
         return _losses(mark, getattr(f, "func", f).__code__.co_firstlineno)
@@ -189,8 +192,8 @@ SHARED_HEALTHY: dict[str, Callable[[Any, Any], Any]] = {
     "a known gradient": lambda gt, x: gt.replace_gradient(x, 0 * x + 1).sum(),
     "a Hessian product": lambda gt, x: gt.hvp(lambda y: (y**4).sum(), (x,), (x,))[1][0].sum(),
     "a Hessian": lambda gt, x: gt.hessian(lambda y: (y**3).sum())(x).sum(),
-    "a term that is stopped": lambda gt, x: (x**3).sum() + (gt.stop_gradient(x) ** 2).sum(),
-    "a part that is stopped": lambda gt, x: gt.xp.concat([gt.stop_gradient(x), x * 2]).sum(),
+    "a stopped term": lambda gt, x: (x**3).sum() + (gt.stop_gradient(x) ** 2).sum(),
+    "a stopped part": lambda gt, x: gt.xp.concat([gt.stop_gradient(x), x * 2]).sum(),
     "a rounded part": lambda gt, x: (x**2 + gt.xp.sin(gt.xp.round(x * 3))).sum(),
     "relu by a mask": lambda gt, x: (x * (x > 0)).sum(),
     "a selection": lambda gt, x: gt.xp.where(x > 0, gt.xp.exp(x), gt.xp.sin(x)).sum(),
@@ -201,20 +204,20 @@ SHARED_HEALTHY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# --- in training -------------------------------------------------------------------------
+# --- lost gradients in training ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A training loop with a loss of gradients in it.
+    """A training loop that loses gradients.
 
     Attributes:
-        make: Makes the loop, which has `model`, `optimizer` and `closure`.
-        found: The kinds that are to be found, by the name of the leaf.
-        numerical: Whether it holds at these values alone.
-        notes: The leaves that notes name.
-        oracle: Whether plain steps can say what does not move.
-        strangers: Whether the optimizer holds arrays of another model.
+        make: Returns a loop with the attributes `model`, `optimizer` and `closure`.
+        found: The expected kinds of findings by the name of the leaf.
+        numerical: Whether the gradient is zero at these values only.
+        notes: The leaves that the notes of the report name.
+        oracle: Whether plain optimizer steps leave exactly these leaves unchanged.
+        strangers: Whether the optimizer has parameters of another model.
     """
 
     make: Callable[[], Any]
@@ -225,7 +228,7 @@ class Planted:
     strangers: bool = False
 
     def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
-        """Asserts that the loss is found and nothing else is; `still`: what plain steps leave."""
+        """Assert that why_zero reports exactly the loss; `still` runs plain optimizer steps."""
         loop = self.make()
         report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
         assert kinds_by_leaf(report) == self.found
@@ -236,6 +239,6 @@ class Planted:
 
 
 def kinds_by_leaf(report: Any) -> dict[str, str]:
-    """What is lost as a whole, without the other models' arrays in the optimizer."""
+    """Return the kind of each leaf with a completely lost gradient, except other models' leaves."""
     whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
     return {f.argument: f.kind for f in whole}

@@ -1,12 +1,11 @@
-"""Changes one thing in a copy of the package, and asks whether the quick tests see it.
+"""Mutation tests: change one line in a copy of the package and run the quick tests.
 
     make mutants                                  # all of mutants.toml
-    python -m tests.support.mutants torch/rules   # those whose files' names hold one of the words
+    python -m tests.support.mutants torch/rules   # only files with one of the words in their names
 
-A mutant that survives is a line that no quick test rests on: a test is missing, or the line is.
-First the files named beside it are run, up to the first test that fails; a mutant that they do not
-see is tried with the whole quick tier. The tests run in copies of what git knows, one for each
-worker; the tree itself is not touched.
+A surviving mutant shows a line that no quick test covers or that has no effect. The test files that
+mutants.toml lists run first, up to the first failure; if they pass, the whole quick tier runs. The
+tests run in copies of the tracked files, one per worker, and the source tree is not changed.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "support" / "mutants.toml"
-LEAST = 19 / 20  # of the mutants are to be seen
+LEAST = 19 / 20  # the fraction of mutants that the tests must detect
 _QUICK = "not slow and not sweep and not ahead"
-_LONGEST = 3600  # seconds: a program that a mutant keeps from ending is seen, too
-# By pytest's exit status: all pass, some fail, no import, none is quick.
+_LONGEST = 3600  # Timeout in seconds, which also detects endless mutants.
+# Outcomes by pytest's exit status: all passed, some failed, import error, no quick test.
 _OUTCOMES = {0: "survived", 1: "seen", 2: "seen", 5: "survived"}
 
 
@@ -47,22 +46,24 @@ class Mutant:
         return f"{self.file}: {self.was.strip()}"
 
     def of(self, package: Path) -> str:
-        """The file's text with the change."""
+        """Return the text of the file with the change."""
         text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.was) != 1:
-            raise ValueError(f"{self}: stands there {text.count(self.was)} times, not once")
+            raise ValueError(
+                f"{self}: the text occurs {text.count(self.was)} times instead of once"
+            )
         return text.replace(self.was, self.now)
 
 
 def read() -> list[Mutant]:
-    """The mutants of the list."""
+    """Return the mutants of mutants.toml."""
     found = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
     return [Mutant(m["file"], m["was"], m["now"], tuple(m["tests"])) for m in found]
 
 
 @contextmanager
 def changed(copy: Path, mutant: Mutant) -> Iterator[None]:
-    """The copy with the mutant in it, and as it was afterwards."""
+    """Apply the mutant to the copy and restore the file afterwards."""
     file = copy / "gradtools" / mutant.file
     before, after = file.read_text(encoding="utf-8"), mutant.of(copy / "gradtools")
     file.write_text(after, encoding="utf-8")
@@ -73,7 +74,7 @@ def changed(copy: Path, mutant: Mutant) -> Iterator[None]:
 
 
 def outcome(copy: Path, tests: Iterable[str]) -> str:
-    """What the quick tests of some files, or of all, say of the copy: "survived" or "seen"."""
+    """Run quick tests on the copy, of some files or of all, and return "survived" or "seen"."""
     files = [f"tests/{name}" for name in tests] or ["--ignore=tests/house/test_mutants.py"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", _QUICK]
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -95,7 +96,7 @@ def outcome(copy: Path, tests: Iterable[str]) -> str:
 
 
 def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant, str]:
-    """A mutant with what became of it; if `own`, by the tests beside it alone."""
+    """Return a mutant and its outcome; if `own`, run only the test files that it lists."""
     copy = copies.get()
     try:
         with changed(copy, mutant):
@@ -109,7 +110,7 @@ def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant,
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the files that git knows."""
+    """Copy the files that git tracks into a folder."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in filter(None, names.stdout.decode().split("\0")):
         if (ROOT / name).exists():
@@ -120,9 +121,11 @@ def copied(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
+    parser.add_argument("words", nargs="*", help="parts of file names; default: all files")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--own", action="store_true", help="no other tests than those beside it")
+    parser.add_argument(
+        "--own", action="store_true", help="run only the tests that mutants.toml lists"
+    )
     options = parser.parse_args()
     wanted = [
         m for m in read() if not options.words or any(word in m.file for word in options.words)

@@ -1,6 +1,6 @@
-"""Each framework's own transforms and bit patterns under one name, for tests of gradtools.
+"""Each framework's own transforms and bit patterns under common names.
 
-Nothing here goes through gradtools, so it can serve as the other side of a comparison.
+Nothing here uses gradtools, so tests can compare gradtools with it.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ NATIVE = {"torch": TorchNative(), "jax": JaxNative()}
 
 
 def second_order(gt: Any, mix: str, f: Any, x: Any, v: Any, w: Any) -> Any:
-    """w^T H v of a scalar f by one of the four mixes of forward (f) and reverse (r) mode.
+    """Return w^T H v of a scalar f by one of the four mixes of forward (f) and reverse (r) mode.
 
-    The first letter is the outer derivative. Only products and sums, so shapes may be any.
+    The first letter is the outer derivative. The shapes are arbitrary.
     """
 
     def along_v(x: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Trees of NumPy arrays, the same in the frameworks' arrays, and differences: no code of gradtools.
+"""Pytrees of NumPy arrays, their conversion, and finite differences, without gradtools.
 
-A slope is the central difference of sixth order,
+`slope` computes the sixth-order central difference
 
     f'(0) = sum_k c_k (f(k h) - f(-k h)) / h,    c = (3/4, -3/20, 1/60),
 
-whose error at h = 3e-3 is near 1e-13 for functions that vary on a scale of one.
+whose error at h = 3e-3 is about 1e-13 for functions that vary on a scale of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tree_map(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves, those of a dict in the order of its keys, as in JAX."""
+    """Return the leaves, with the keys of a dict in sorted order as in JAX."""
     if isinstance(tree, dict):
         return [leaf for k in sorted(tree) for leaf in leaves(tree[k])]
     if isinstance(tree, tuple | list):
@@ -35,7 +35,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def lift(backend_name: str, tree: Any) -> Any:
-    """NumPy arrays as the framework's own; other leaves as they are."""
+    """Convert NumPy arrays to arrays of the framework and leave other leaves unchanged."""
     if backend_name == "torch":
         import torch
 
@@ -48,7 +48,7 @@ def lift(backend_name: str, tree: Any) -> Any:
 
 
 def lower(tree: Any) -> Any:
-    """The framework's arrays as NumPy's."""
+    """Convert the framework's arrays to NumPy arrays."""
     return tree_map(lambda x: np.asarray(_plain(x)), tree)
 
 
@@ -57,7 +57,7 @@ def _plain(x: Any) -> Any:
 
 
 def slope(at: Callable[[float], Any], h: float = 3e-3) -> Any:
-    """The derivative of a tree-valued function of one number at 0."""
+    """Return the derivative at 0 of a pytree-valued function of one number."""
     total: Any = None
     for k, c in STENCIL:
         part = tree_map(lambda a, b, c=c: c * (a - b) / h, at(k * h), at(-k * h))
@@ -66,7 +66,10 @@ def slope(at: Callable[[float], Any], h: float = 3e-3) -> Any:
 
 
 def close(found: Any, expected: Any, rtol: float) -> None:
-    """Leaf by leaf: same shape and kind, near within rtol of the larger of norm and one."""
+    """Assert that two pytrees agree leaf by leaf in shape, complexness and values.
+
+    The error of a leaf may be rtol times the larger of its norm and one.
+    """
     found, expected = leaves(found), leaves(expected)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):

@@ -1,13 +1,13 @@
-"""A device that is not the CPU, made on any machine, and every operator of gradtools on it.
+"""A simulated PyTorch device other than the CPU, and a sweep of every operator on it.
 
-`native/other_device.cpp` tells how it is made. It belongs to the process that starts it, where
-`torch.accelerator` is that device from then on; so the sweep is a program, run in its own process:
+`native/other_device.cpp` implements the device. It becomes `torch.accelerator` of the process that
+starts it, so the sweep runs as a program in its own process:
 
-    python -m tests.support.other_device        # prints what each use does, as JSON
+    python -m tests.support.other_device        # prints a report of each use as JSON
 
-Of each use: what it raises, how often the host waits, whether the result lies on the device with
-the numbers of the CPU, whether it left a random stream of the device elsewhere, and how many
-kernels ran on another stream than that on which it was called.
+For each use it reports the error, the number of host synchronizations, the device of the result,
+whether its numbers equal the CPU's, whether it changed the device's random state, and how many
+kernels ran on another stream than the current one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "other"
 
 
 def start() -> None:
-    """Builds the device, once, and registers it under its name."""
+    """Build the device once and register it under its name."""
     spec = importlib.util.spec_from_file_location(
         "building", HERE.parents[1] / "examples" / "building.py"
     )
@@ -50,7 +50,7 @@ def start() -> None:
 
 
 def _module() -> types.ModuleType:
-    """`torch.other`, as `torch.cuda` is for CUDA."""
+    """Return `torch.other`, the counterpart of `torch.cuda`."""
     module = types.ModuleType(f"torch.{NAME}")
     random, set_random = torch.ops.other_device.random, torch.ops.other_device.set_random
     functions: dict[str, Callable[..., Any]] = {
@@ -75,7 +75,7 @@ SEED = 3
 
 
 def found(use: Use) -> dict[str, Any]:
-    """What a use does on the device, at its first call and at its second."""
+    """Run a use twice on the device and report its behavior."""
     torch.manual_seed(SEED)
     expected = leaves(gt, use.run(World(gt, healthy(gt), gt.asarray(POINT))))
     x = gt.asarray(POINT).to(NAME)
@@ -102,14 +102,14 @@ def found(use: Use) -> dict[str, Any]:
 
 
 def _waited(f: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, int]:
-    """The result, and how often the host waited for the device."""
+    """Return the result of f and the number of times that the host waited for the device."""
     before = torch.ops.other_device.waits()
     result = f(x)
     return result, torch.ops.other_device.waits() - before
 
 
 def _strays(f: Callable[[Any], Any], x: torch.Tensor) -> int:
-    """How many kernels run on another stream than the one on which f is called."""
+    """Count the kernels that run on another stream than the stream on which f is called."""
     device = torch.ops.other_device
     before = device.strays()
     device.enter_stream(1)
@@ -127,13 +127,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _agree(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    """The kernels are the CPU's own."""
+    """Return whether results agree closely; the kernels of the device are the CPU's own."""
     same = lambda x, y: bool((x == y).all() if x.dtype.kind == "U" else np.allclose(x, y, 1e-12))
     return len(a) == len(b) and all(map(same, a, b))
 
 
 def _dropped(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x) * torch.rand_like(x)  # `dropout` has no generator of the device here
+    return torch.sin(x) * torch.rand_like(x)  # `dropout` does not support the device's generator
 
 
 def _summed(f: Callable[[Any], Any]) -> Callable[[World], Any]:
@@ -141,7 +141,7 @@ def _summed(f: Callable[[Any], Any]) -> Callable[[World], Any]:
 
 
 def _in_a_module(w: World) -> Any:
-    """Batch norm in training, whose buffers move, and slopes that are drawn by a key."""
+    """A module with batch norm, whose buffers change, and RReLU, which draws slopes by a key."""
     net = torch.nn.Sequential(
         torch.nn.Linear(1, 3, dtype=torch.float64), torch.nn.BatchNorm1d(3, dtype=torch.float64),
         torch.nn.RReLU(), torch.nn.Linear(3, 2, dtype=torch.float64),
@@ -153,13 +153,13 @@ def _in_a_module(w: World) -> Any:
 
 
 def _hooked(w: World) -> Any:
-    """A layer's own edit, in a module whose backward pass runs in the device's thread."""
+    """A module with an edit layer, whose backward pass runs in the device's thread."""
     net = torch.nn.Sequential(edits.GradientReversal(), torch.nn.Tanh())
     return gt.grad(lambda x: net(x).sum())
 
 
 def _in_a_thread(run: Callable[[], Any]) -> Any:
-    """What another thread gives, which has a stream of its own."""
+    """Return the result of `run` in another thread, which has its own current stream."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
@@ -182,15 +182,15 @@ MORE = (
     Use("a module of edits", _hooked),
 )
 
-FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # and what the sweep must say of each
-    "an array of the CPU": lambda x: x + torch.ones(4, dtype=x.dtype),
-    "a number that is read": lambda x: x * x.detach().sum().item(),
+FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # faults that the sweep must report
+    "an array on the CPU": lambda x: x + torch.ones(4, dtype=x.dtype),
+    "a number read by the host": lambda x: x * x.detach().sum().item(),
     "NumPy's array": lambda x: x * float(x.detach().numpy()[0]),
-    "a generator of the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
+    "a generator on the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
     "a result on the CPU": lambda x: x.cpu(),
-    "a random stream that moves": lambda x: x + 0 * torch.rand_like(x),
+    "a random state that changes": lambda x: x + 0 * torch.rand_like(x),
     "another result": lambda x: x + (x.device.type == "cpu"),
-    "a stream that is left out": lambda x: _in_a_thread(lambda: torch.sin(x)),
+    "an ignored stream": lambda x: _in_a_thread(lambda: torch.sin(x)),
     "a device that JAX does not see": lambda x: _sine_of_jax(x),
 }
 

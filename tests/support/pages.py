@@ -1,18 +1,18 @@
-"""The blocks of Python on README.md and docs/, and how each is run.
+"""The Python code blocks of README.md and docs/, and how tests run them.
 
-Each runs by itself, as copied into an empty file. One that imports gradtools by the line `EITHER`
-runs with the one import and with the other. The title of a block, which a reader sees above it, may
-say how it ends::
+Each block runs as a program of its own. A block that imports gradtools with the line `EITHER` runs
+once for each backend. The title of a block, which the page shows above the code, may define how the
+block ends::
 
     ```python title="raises: does not reach the output"   an error with this text
     ```python title="warns: no deterministic"             a warning with this text
     ```python title="not run: needs two processes"        the reason why no test runs it
-    ```python title="with: KERAS_BACKEND=torch"           in a process of its own, so set up
-    ```python title="pytest: test_port.py"                a file of that name, run by pytest
+    ```python title="with: KERAS_BACKEND=torch"           in a subprocess with this environment
+    ```python title="pytest: test_port.py"                a file of that name that pytest runs
 
-What the page shows in a block of text behind "Output:" or "Output with PyTorch:", it must print.
-What imports a package of the extra ``integration`` is run with the tests of other packages. The
-programs of docs/upstream are run by `upstream_reports`.
+A block must print the text that the page shows after "Output:" or "Output with PyTorch:". A block
+that imports a package of the extra ``integration`` runs with the integration tests.
+`upstream_reports` runs the programs of docs/upstream.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FENCE = re.compile(
     r"(?:\n\nOutput(?: with (PyTorch|JAX))?:\n\n```\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
-# How a block says that it runs in both backends; the site shows it as two tabs.
+# The import line of blocks that run in both backends; the site shows such a block as two tabs.
 EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
-# The packages of the extra `integration`, as they are imported, and what these bring along.
+# Import names of the packages in the extra `integration` and of their dependencies.
 OTHER_PACKAGES = {
     *("accelerate", "diffrax", "diffusers", "keras", "lightning", "numba", "numpyro"),
     *(
@@ -64,7 +64,7 @@ OTHER_PACKAGES = {
 
 @dataclass(frozen=True)
 class Block:
-    """One block of Python, where it stands, and how it ends if its title says so."""
+    """One Python block, its position, and how it ends according to its title."""
 
     page: Path
     line: int
@@ -72,7 +72,7 @@ class Block:
     end: str = ""
     text: str = ""
     printed: str = ""
-    printed_by: str = ""  # the backend that printed it, of a block for both
+    printed_by: str = ""  # the backend whose output the page shows, for a block of both backends
 
     @property
     def name(self) -> str:
@@ -83,17 +83,17 @@ class Block:
         return EITHER not in self.code
 
     def with_backend(self, namespace: str) -> Block:
-        """The block as its reader writes it who imports that namespace."""
+        """Return the block with the import of one namespace."""
         return replace(self, code=self.code.replace(EITHER, f"import {namespace} as gt"))
 
     @property
     def packages(self) -> set[str]:
-        """What it imports."""
+        """Return the packages that the block imports."""
         return set(re.findall(r"^\s*(?:import|from) (\w+)", self.code, re.MULTILINE))
 
     @property
     def missing_names(self) -> set[str]:
-        """Global names that it reads and nowhere defines: it is no program by itself."""
+        """Return global names that the block reads but does not define."""
         if self.end == "not run":
             return set()
         tables = [symtable.symtable(self.code, self.name, "exec")]
@@ -111,7 +111,7 @@ class Block:
         return bool(self.packages & OTHER_PACKAGES)
 
     def run(self) -> None:
-        """Runs it as a reader would, and sees to it that it ends as its title says."""
+        """Run the block as a reader would and check that it ends as its title says."""
         if self.end == "not run":
             pytest.skip(self.text)
         for package in self.packages:
@@ -130,8 +130,9 @@ class Block:
             self._run()
 
     def _run(self) -> None:
-        source = "\n" * self.line + self.code  # so that a traceback names the page's line
-        module = ModuleType("page")  # a real one, which torch.compile looks up
+        # so that a traceback contains the line number of the page
+        source = "\n" * self.line + self.code
+        module = ModuleType("page")  # a registered module, because torch.compile looks it up
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:
@@ -144,7 +145,7 @@ class Block:
             del sys.modules["page"]
 
     def _run_apart(self) -> None:
-        """In a process of its own, with what the title sets, or as the test file that it names."""
+        """Run the block in a subprocess with the settings of its title, or as a test file."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, self.text if self.end == "pytest" else "page.py")
             file.write_text(self.code, encoding="utf-8")
@@ -165,7 +166,7 @@ class Block:
 
 
 def _exact(said: str) -> str:
-    """What was printed, without rounding errors and without the name of the reader's file."""
+    """Normalize printed text: replace rounding errors, file names and line numbers."""
     return re.sub(r"[\w-]+\.(?:py|md):\d+", "line", re.sub(r"\d\.\de-1\d", "tiny", said))
 
 
@@ -188,7 +189,7 @@ def blocks(pages: list[Path] = PAGES) -> list[Block]:
 
 @contextlib.contextmanager
 def default_precision() -> Iterator[None]:
-    """As a reader has it: JAX without 64 bits."""
+    """Run with JAX's default 32-bit precision, as for a reader."""
     if "jax" not in gradtools.available_backends():
         yield
         return

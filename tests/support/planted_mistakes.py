@@ -1,8 +1,8 @@
-"""Mistakes planted in ports, one at a time: what `cross_check` and `first_divergence` say of each.
+"""Bugs planted in ports one at a time, with the expected reports of the comparison tools.
 
-A mistake changes one text in one side of a port of `ports.py`. `cause` is a part of the cause that
-`cross_check` gives, UNKNOWN where it gives none. `lines` are texts of the named lines in PyTorch
-and JAX, where they are not the changed line and the line of the same number.
+A mistake replaces a piece of text in one side of a port of `ports.py`. `cause` is a part of the
+cause that `cross_check` reports, or UNKNOWN if it reports none. `lines` are texts of the lines in
+PyTorch and JAX that `first_divergence` names, if they are not the changed line and its counterpart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN = "no known pattern"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One changed text of one side of a port."""
+    """One replaced text in one side of a port."""
 
     port: str
     side: str
@@ -39,7 +39,7 @@ class Mistake:
 def built(
     name: str, side: str, folder: Path, old: str = "", new: str = ""
 ) -> tuple[Any, list[str]]:
-    """The function that builds one side, from its own file with one text replaced."""
+    """Return the function that builds one side, compiled from a file with the text replaced."""
     lines, _ = inspect.getsourcelines(getattr(ports, f"{name}_{side}"))
     source = textwrap.dedent("".join(lines))
     assert source.count(old), old
@@ -52,7 +52,7 @@ def built(
 
 
 def both(name: str, folder: Path, changed: str = "", old: str = "", new: str = "") -> Any:
-    """Both sides of a port, one of them with a changed text."""
+    """Return both sides of a port, one of them with the text replaced."""
     torch.manual_seed(0)
     first, _ = built(name, "torch", folder, *(changed == "torch") * (old, new))
     second, _ = built(name, "jax", folder, *(changed == "jax") * (old, new))
@@ -76,7 +76,7 @@ _JAX_OUTSIDE = "sqrt(x + 1e-05) in torch, sqrt(x) + 1e-05 in jax"
 _TRIL = "jnp.tril(jnp.ones((t, t), bool))"
 _GELU, _TANH = "gelu(x) in torch, tanh gelu(x) in jax", "tanh gelu(x) in torch, gelu(x) in jax"
 
-_TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
+_TABLE = {  # by port: side, old text, new text, cause, lines
     "mlp": [
         ("jax", "x @ w + b", "x @ w - b", "x + y in torch, y - x in jax"),
         ("jax", "approximate=True", "approximate=False", _TANH),

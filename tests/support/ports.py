@@ -1,8 +1,8 @@
-"""Pairs of a PyTorch program and its right port to JAX, written line by line.
+"""Pairs of a PyTorch program and its correct JAX port, written line by line.
 
 `NAME_torch` and `NAME_jax` are a program and its port. For the names in MODELS, `NAME_torch()`
-returns a module, and `NAME_jax(original)` its port. Lines of both functions with the same number,
-counted from the `def`, compute the same. `ARGUMENTS` has the arrays on which both run.
+returns a module and `NAME_jax(original)` returns its port. Lines with the same number, counted from
+the `def`, compute the same values in both functions. `ARGUMENTS` contains the input arrays.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def linen_jax(original):
             self.norm = nn.LayerNorm(epsilon=1e-5)
             self.up = nn.Dense(12)
             self.down = nn.Dense(6)
-            # one line more in PyTorch
+            # the PyTorch version has one more line here
 
         def __call__(self, x):
             y = self.norm(x)
@@ -301,7 +301,7 @@ def nnx_jax(original):
             self.conv = nnx.Conv(3, 4, (3, 3), padding="VALID", rngs=rngs)
             self.norm = nnx.GroupNorm(4, num_groups=2, epsilon=1e-5, rngs=rngs)
             self.head = nnx.Linear(16, 3, rngs=rngs)
-            # one line more in PyTorch
+            # the PyTorch version has one more line here
 
         def __call__(self, x):
             y = self.conv(x.transpose(0, 2, 3, 1))

@@ -1,11 +1,11 @@
-"""What of a framework's private side the package touches, read from its source.
+"""Find the private names of PyTorch and JAX that the package uses, by reading its source.
 
-Private is a name that begins with one underscore: of a module (`torch._C`), of what is imported
-from one, of an attribute (`x._version`), or of a string by which one is asked for. The names of
-operators (`torch.ops.aten._softmax`) are not: they are the dispatcher's, and stand in its public
-tables. Nor are those of the standard library, nor our own.
+A private name begins with one underscore: the name of a module (`torch._C`), of an import from such
+a module, of an attribute (`x._version`), or a string that names an attribute. Operators
+(`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
+the standard library and of gradtools do not count, either.
 
-Beside them: patches of classes.
+The module also finds patches of the frameworks' classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TEXT = re.compile(rf"\b({'|'.join(FRAMEWORKS)})([./]\w+)*[./]_[a-zA-Z]\S*$")
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """A place in the package, by its file, line and the name there."""
+    """The position of a name in the package."""
 
     file: str
     line: int
@@ -44,12 +44,12 @@ class Use:
 
 
 def private_names() -> list[Use]:
-    """Every use of a private name of a framework in the package."""
+    """Return every use of a private name of a framework in the package."""
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in private_in(tree)})
 
 
 def patches() -> list[Use]:
-    """Every line that puts something into a class or a module of a framework."""
+    """Return every line that assigns an attribute of a framework's class or module."""
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in patches_in(tree)})
 
 
@@ -63,7 +63,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def private_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines of one file with such a name."""
+    """Yield the lines and private names of one file."""
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     operators = _names_of_operators(tree)
     for node in ast.walk(tree):
@@ -92,11 +92,11 @@ def private_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, str]]:
-    """The private names in `a.b.c`, a framework's modules with what is taken from them."""
+    """Yield the private names in a chain `a.b.c` of framework modules and attributes."""
     parts, at = [node.attr], node.value
     while isinstance(at, ast.Attribute):
         parts, at = [at.attr, *parts], at.value
-    if not isinstance(at, ast.Name):  # the value of a call, say
+    if not isinstance(at, ast.Name):  # for example, the base is the value of a call
         yield from ((node.lineno, p) for p in parts if _is_theirs(p))
         return
     dotted = ".".join((at.id, *parts))
@@ -112,7 +112,7 @@ def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, s
 
 
 def _names_of_operators(tree: ast.Module) -> set[str]:
-    """`torch.ops.`, and what a file calls a namespace of it."""
+    """Return `torch.ops.` and the aliases that a file defines for its namespaces."""
     found = {"torch.ops."}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops"):
@@ -129,7 +129,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_theirs(name: str) -> bool:
-    """A private name that we do not define, or that objects of the frameworks have, too."""
+    """Whether a private name belongs to a framework, even if gradtools defines the same name."""
     if not _is_private(name) or name in _STANDARD:
         return False
     return name not in _ours() or name in _TOLD
@@ -137,7 +137,7 @@ def _is_theirs(name: str) -> bool:
 
 @cache
 def _ours() -> set[str]:
-    """The private names that the package defines."""
+    """Return the private names that the package defines."""
     found = set()
     for tree in _trees().values():
         for node in ast.walk(tree):
@@ -151,7 +151,7 @@ def _ours() -> set[str]:
     return found
 
 
-# What PyTorch's tensors, graphs and modules have, whether PyTorch is here or not.
+# Private names of PyTorch's tensors, graphs and modules, also if PyTorch is not installed.
 _OF_TENSORS = frozenset(
     ("_version", "_base", "_grad", "_backward_hooks", "_values", "_indices", "_cdata", "_schema")
     + ("_is_view", "_sequence_nr", "_forward_cls", "_backward_cls")
@@ -162,14 +162,14 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # by a text, wherever it stands
+_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private on any object
 
 
 # --- patches -----------------------------------------------------------------------------
 
 
 def patches_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines of one file that set an attribute of what a framework's module holds."""
+    """Yield the lines of one file that set an attribute of a framework's class or module."""
     theirs = {"upstream", *FRAMEWORKS}
     for node in tree.body:
         match node:

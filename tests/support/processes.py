@@ -1,7 +1,7 @@
-"""PyTorch in several processes: each runs the same cases, and what they found is compared here.
+"""Run the same cases in several PyTorch processes and collect their results.
 
-The processes are forked from one server that has imported PyTorch, which takes seconds, once for
-all test modules of a worker.
+The processes are forked from one server that has imported PyTorch, so the import, which takes
+seconds, happens once for all test modules of a worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _groups: list[Any] = []
 
 
 def keep_process_groups() -> None:
-    """Keeps every default process group alive until the process ends.
+    """Keep every default process group alive until the process ends.
 
     The destructor of a Gloo group joins the group's threads while it holds the GIL, and a thread
     may wait for the GIL to free the tensors of the last collective (pytorch/pytorch#56297). One of
@@ -46,10 +46,11 @@ def keep_process_groups() -> None:
 def found_in_processes(
     case: Case, cases: Iterable[Any], world: int, folder: Path, seconds: float, last: bool = False
 ) -> list[dict[Any, Any]]:
-    """What `case(rank, world, name)` returns for each name in each of `world` processes.
+    """Return the results of `case(rank, world, name)` for each name in each of `world` processes.
 
-    An exception is found as its traceback. Processes that hang are ended: what they did not come
-    to is missing. With `last` a case that raises is the last one, since others wait for it.
+    The result of a case that raises is its traceback. Processes that hang are terminated, and their
+    remaining results are missing. With `last`, a process stops after a case that raises, because
+    the other processes wait for it.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(list(_IMPORTED))
@@ -70,7 +71,7 @@ def found_in_processes(
 def work(
     rank: int, case: Case, cases: list[Any], world: int, folder: str, last: bool = False
 ) -> None:
-    """One process, all cases."""
+    """Run all cases in one process."""
     torch.set_num_threads(1)
     keep_process_groups()
     init = f"file://{folder}/init"

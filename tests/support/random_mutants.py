@@ -1,13 +1,13 @@
-"""Random changes of the files that the core operators import, each tried with the quick tests.
+"""Random mutation tests of the files that the core operators import.
 
     python -m tests.support.random_mutants --count 300 --seed 1           # survivors are listed
-    python -m tests.support.random_mutants --count 20 --own edits chunks  # files with these words
+    python -m tests.support.random_mutants --count 20 --own edits chunks  # files by parts of names
 
-As mutation tools do (cosmic-ray, mutmut): a comparison is turned round, + is -, a number is
-another, a `not` is dropped, `and` is `or`, a statement is deleted, a function returns None. A
-mutant is run with the tests that `mutants.toml` names for its file, and with those that name the
-module; if they all pass, with the whole quick tier. One that survives is a line that no quick test
-rests on, or a change that means the same.
+The changes are those of mutation tools (cosmic-ray, mutmut): a comparison is inverted, + becomes -,
+a number changes, a `not` is dropped, `and` becomes `or`, a statement is deleted, or a function
+returns None. A mutant runs with the tests that `mutants.toml` lists for its file and with the tests
+that name its module; if they all pass, the whole quick tier runs. A surviving mutant shows a line
+that no quick test covers, or a change without an effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support import mutants
 from tests.support.mutants import ROOT, Mutant, copied, trial
 
 PACKAGE = ROOT / "gradtools"
-_FILES = 5  # test files that a mutant is tried with first
+_FILES = 5  # maximum number of test files that run first
 _CLOSURE = """
 import sys
 import numpy as np
@@ -66,7 +66,7 @@ _SWAPPED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.
 
 @dataclass(frozen=True)
 class RandomMutant(Mutant):
-    """One change, at a place of a file."""
+    """A change at one position in a file."""
 
     start: int
     end: int
@@ -76,10 +76,10 @@ class RandomMutant(Mutant):
         return f"{self.file}:{self.line}: {_short(self.was)}  ->  {_short(self.now)}"
 
     def of(self, package: Path) -> str:
-        """The file's text with the change."""
+        """Return the text of the file with the change."""
         text = (package / self.file).read_bytes()
         if text[self.start : self.end].decode() != self.was:
-            raise ValueError(f"{self}: the file is another by now")
+            raise ValueError(f"{self}: the file has changed")
         return (text[: self.start] + self.now.encode() + text[self.end :]).decode()
 
 
@@ -89,7 +89,7 @@ def _short(text: str) -> str:
 
 
 def closure() -> list[Path]:
-    """The files that the core operators import, in either backend."""
+    """Return the files that the core operators import in either backend."""
     found: set[Path] = set()
     for backend in ("torch", "jax"):
         command = [sys.executable, "-c", _CLOSURE.format(backend=backend)]
@@ -99,7 +99,7 @@ def closure() -> list[Path]:
 
 
 def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
-    """Every node that can be changed, with the text in its place."""
+    """Yield every node that can be changed with its new text."""
     tree = ast.parse(source)
     fixed = {id(n) for node in ast.walk(tree) for n in _not_run(node)}
     for node in ast.walk(tree):
@@ -110,9 +110,9 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """What is in annotations, overloads, docstrings, texts of errors and imports, and zip's check.
+    """Yield nodes that mutation must skip: annotations, overloads, docstrings, messages, imports.
 
-    `strict=True` states that two lists have one length: without it a right program is the same.
+    `strict=True` of zip is skipped as well, because a correct program behaves the same without it.
     """
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield from ast.walk(node.annotation)
@@ -131,7 +131,7 @@ def _not_run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.AST) -> str | None:
-    """The node's text, changed; None where it stays."""
+    """Return the changed text of a node, or None if it has no change."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _TURNED:
         ops = [_TURNED[type(node.ops[0])](), *node.ops[1:]]
         return f"({ast.unparse(ast.Compare(node.left, ops, node.comparators))})"
@@ -151,7 +151,7 @@ def _changed(node: ast.AST) -> str | None:
 
 
 def drawn(files: list[Path], count: int, seed: int) -> list[RandomMutant]:
-    """So many mutants, each change of each file as likely as any other."""
+    """Sample `count` mutants uniformly from all changes of all files."""
     every: list[RandomMutant] = []
     for path in files:
         source = path.read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ def drawn(files: list[Path], count: int, seed: int) -> list[RandomMutant]:
 
 @lru_cache
 def tests_of(name: str) -> tuple[str, ...]:
-    """Files of tests for a file of the package: those of the list of mutants, and by its name."""
+    """Return the test files for a file of the package: from mutants.toml, and by its name."""
     listed = [test for mutant in mutants.read() if mutant.file == name for test in mutant.tests]
     module = "gradtools." + name.removesuffix(".py").replace("/", ".")
     words = re.compile(rf"\b{re.escape(module)}\b|\b{re.escape(Path(name).stem)}\b")
@@ -181,13 +181,13 @@ def tests_of(name: str) -> tuple[str, ...]:
     named.sort(key=lambda test: (Path(name).stem not in test, wing not in test))
     folder = Path(name).parent
     near = [test for m in mutants.read() if Path(m.file).parent == folder for test in m.tests]
-    near.sort(key=near.count, reverse=True)  # of the files beside it
+    near.sort(key=near.count, reverse=True)  # test files of other modules in the same folder
     return tuple(dict.fromkeys([*listed, *named, *near]))[:_FILES]
 
 
 @lru_cache
 def _texts() -> dict[str, str]:
-    """The files of tests with what is in them."""
+    """Return the contents of all test files by path."""
     folder = ROOT / "tests"
     paths = sorted(folder.rglob("test_*.py"))
     return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in paths}
@@ -195,11 +195,13 @@ def _texts() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
+    parser.add_argument("words", nargs="*", help="parts of file names; default: all files")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--own", action="store_true", help="no other tests than those of its file")
+    parser.add_argument(
+        "--own", action="store_true", help="run only the tests of the mutant's file"
+    )
     options = parser.parse_args()
     files = [f for f in closure() if not options.words or any(w in str(f) for w in options.words)]
     chosen = drawn(files, options.count, options.seed)

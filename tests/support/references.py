@@ -1,8 +1,8 @@
-"""What docstrings and comments of the package name in backticks, resolved against what there is.
+"""Resolve the names in backticks in docstrings and comments of the package.
 
-A name is known if it is code of the package or of the tests: a module, or any identifier there. A
-dotted one is known if a module can be imported that has it, or if each of its parts is known and it
-does not begin with a module of the package that lacks it. A file is known if it exists.
+A name is known if it is a module or identifier of the package or the tests. A dotted name is known
+if it can be imported, or if all of its parts are known and it does not begin with a module of the
+package that lacks it. A file name is known if the file exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT = {"np": "numpy", "jnp": "jax.numpy", "lax": "jax.lax", "F": "torch.nn.fu
 
 @dataclass(frozen=True, order=True)
 class Reference:
-    """A name in a docstring or comment."""
+    """A name in a docstring or comment with its position."""
 
     file: str
     line: int
@@ -41,7 +41,7 @@ class Reference:
 
 
 def references(path: Path) -> Iterator[Reference]:
-    """The names of things and files that a file's docstrings and comments quote."""
+    """Yield the names and file names in a file's docstrings and comments."""
     for line, text in _prose(path.read_text(encoding="utf-8")):
         for quoted in _QUOTED.findall(text):
             if _NAME.fullmatch(quoted) and not _FILE.fullmatch(quoted):
@@ -51,7 +51,7 @@ def references(path: Path) -> Iterator[Reference]:
 
 
 def _prose(source: str) -> Iterator[tuple[int, str]]:
-    """Docstrings and comments, line by line; not the examples in them."""
+    """Yield the lines of docstrings and comments without the examples in them."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -64,7 +64,7 @@ def _prose(source: str) -> Iterator[tuple[int, str]]:
 
 
 def is_known(reference: Reference) -> bool:
-    """Whether what a docstring or comment names is there."""
+    """Return whether the name of a reference exists."""
     name = reference.name
     if _FILE.fullmatch(name):
         here = (ROOT / reference.file).parent
@@ -79,7 +79,7 @@ def is_known(reference: Reference) -> bool:
 
 @cache
 def _stems() -> tuple[dict[str, list[str]], set[str]]:
-    """The modules of the package by the last part of their names, and all names of files."""
+    """Return the modules of the package by the last part of their names, and all file names."""
     stems: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -92,7 +92,7 @@ def _stems() -> tuple[dict[str, list[str]], set[str]]:
 
 @cache
 def _identifiers() -> frozenset[str]:
-    """Every identifier, and every word of a string, in the package, and the tests' names."""
+    """Return the identifiers and words of strings in the package, and the tests' names."""
     found = {*dir(builtins), *keyword.kwlist}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def _identifiers() -> frozenset[str]:
 
 @cache
 def _resolves(name: str) -> bool:
-    """Whether a module can be imported that has this attribute."""
+    """Return whether the dotted name can be imported."""
     first, *rest = name.split(".")
     whole = [*_SHORT.get(first, first).split("."), *rest]
     if whole[0] == "gt":
@@ -120,7 +120,7 @@ def _resolves(name: str) -> bool:
     for k in range(len(whole), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(whole[:k]))
-        except ImportError:  # no module of this name, or it needs a package that is not here
+        except ImportError:  # the module does not exist or needs a missing package
             continue
         for part in whole[k:]:
             if not hasattr(found, part):

@@ -1,4 +1,4 @@
-"""Right ports that compute the same in another way: other layouts, formulas, loops or libraries."""
+"""Correct ports that use another layout, formula, loop or library than the original."""
 
 from __future__ import annotations
 

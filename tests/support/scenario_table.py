@@ -1,7 +1,7 @@
 """Scenarios: small programs as data, with arguments, order of differentiation and tags.
 
-Each is written once, with `gt.xp`, so that it runs in every backend; tests are generated from the
-records. Vectors have four entries where the length does not matter, because JAX compiles each
+Each program is written once with `gt.xp` for all backends, and tests are generated from the
+records. Vectors have four entries if the length does not matter, because JAX compiles each
 operation for each shape.
 """
 
@@ -28,7 +28,7 @@ class Scenario:
         args: NumPy arrays, or pytrees of them.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
-        order: The greatest order of derivatives that both frameworks define there, 0 to 2.
+        order: The highest order of derivatives that both frameworks define at the point, 0 to 2.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
             "linear algebra", "network", "cancels".
     """
@@ -42,7 +42,7 @@ class Scenario:
     tags: Tags = frozenset()
 
     def bind(self, gt: Any) -> Program:
-        """The program as a function of one backend's arrays."""
+        """Return the program as a function of one backend's arrays."""
         return partial(self.function, gt)
 
 
@@ -84,14 +84,14 @@ def _mixed(gt: Any, p: Any) -> Any:
 
 
 def forms() -> Iterator[Scenario]:
-    """Trees and functions that no user of the records needs."""
+    """Yield scenarios with additional pytrees and functions, which only some tests need."""
     empty = lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"])
     both = {"z": _draw(2, dtype="complex128"), "x": _draw(2, seed=3)}
     yield Scenario("linear", lambda gt, x: 2.0 * x, (_draw(3),), "vector")
     yield Scenario("complex from real", lambda gt, x: gt.xp.exp(1j * x) * x, (_draw(3),), "vector")
     yield Scenario("a branch on values", _branch, (np.array([0.7, -1.2, 0.4]),), "vector")
     tree = {"e": np.zeros((2, 0)), "x": _draw(2)}
-    yield Scenario("an empty leaf beside a full one", empty, (tree,), "pytree")
+    yield Scenario("an empty and a nonempty leaf", empty, (tree,), "pytree")
     pair = [np.asarray(_draw()), _draw(2)]
     yield Scenario(
         "a number without axes in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree"
@@ -101,21 +101,21 @@ def forms() -> Iterator[Scenario]:
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
+    """Return the smooth 64-bit scenarios with values of ordinary size."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
-    unused = "an argument of which nothing is used"
+    unused = "an unused argument"
     return tuple(s for s in every if not special & s.tags and s.name != unused)
 
 
 def program_of(name: str) -> Scenario:
-    """The record of that name."""
+    """Return the scenario with this name."""
     return next(s for s in (*forms(), *scenarios()) if s.name == name)
 
 
 def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:
-    """The scenario of a program at these arguments, a tuple, or at this single one."""
+    """Return the scenario of a program at one argument or a tuple of arguments."""
     args = args if isinstance(args, tuple) else (args,)
     first = leaf = args[0]
     while isinstance(leaf, dict | list | tuple):
@@ -127,12 +127,12 @@ def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int
 
 
 def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
-    """The scenarios of a table: by name the program, its arguments, tags and order."""
+    """Yield the scenarios of a table that maps names to programs, arguments, tags and orders."""
     return (_at(name, *row) for name, row in rows.items())
 
 
 def scenarios() -> Iterator[Scenario]:
-    """The scenarios that the project's own tests run."""
+    """Yield the scenarios that the project's own tests run."""
     yield from _elementwise()
     yield from _of_shapes()
     yield from _rearranged()
@@ -196,12 +196,12 @@ def _of_shapes() -> Iterator[Scenario]:
             "determinant": (lambda gt, a: gt.xp.linalg.det(a), (square,), linalg),
             "norm away from 0": (lambda gt, x: gt.xp.linalg.vector_norm(x), v, linalg),
             "output of a tree": (tree, (v,)),
-            "integer output beside a float": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
+            "an integer and a float output": (lambda gt, x: (x**2, gt.xp.argmax(x)), (v,), integer),
             "rows taken by integers": (taken, (_draw(5, 2), np.array([0, 3, 3])), integer),
             "masked by booleans": (masked, (v, mask), integer),
             "sum of an empty array": (lambda gt, x: gt.xp.sum(x**2), (np.zeros(0),)),
             "empty output": (lambda gt, x: x * 2.0, (np.zeros((0, 3)),)),
-            "an argument of which nothing is used": (
+            "an unused argument": (
                 *(lambda gt, x, y: gt.xp.sum(x**2), (_draw(3), _draw(2)), several),
             ),
         }
@@ -282,7 +282,7 @@ def _scales() -> Iterator[Scenario]:
             "large and tiny in one array": (
                 *(lambda gt, x: x**2, (np.array([1e30, 1.0, 1e-30]),), both),
             ),
-            "a tiny leaf beside a large one": (apart, (x, _draw(3)), {*both, "several"}),
+            "a tiny and a large leaf": (apart, (x, _draw(3)), {*both, "several"}),
             "cubes of 1e10 in float32": (cube, ((x * 1e10).astype("float32"),), large),
             "cubes of 1e-8 in float32": (cube, ((x * 1e-8).astype("float32"),), tiny),
             "logsumexp of 1000": (_logsumexp, (_draw(5) + 1000,), large),

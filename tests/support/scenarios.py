@@ -1,4 +1,4 @@
-"""One record for the tables of programs, and one way to run over a table.
+"""`Scenario` and `Table`: named programs as parameters of tests.
 
     PROGRAMS = Table()
 
@@ -8,9 +8,8 @@
     @pytest.mark.parametrize("scenario", PROGRAMS.cases())
     def test_it_is_refused(scenario, gt): ...
 
-A table's runner is the test beside it; what `expected` holds, and what else a scenario knows, is
-for that runner. Programs with a slope in closed form or in NumPy are another kind of scenario:
-`scenario_table.py`.
+The test of a table defines the meaning of `expected` and of additional entries. `scenario_table.py`
+has another class of scenarios for programs whose derivatives NumPy can check.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import pytest
 
 @dataclass(frozen=True)
 class Scenario:
-    """A program, and what must come of it.
+    """A program and its expected result.
 
     Attributes:
-        name: What it does, in words; the id of its test.
-        program: Runs it, or makes what is run.
-        expected: Numbers, findings, or the words of an error; None if the program asserts.
-        only: The framework in which it can be written; empty for both.
-        known: What else the table's runner reads, by name.
+        name: A description of the program, and the id of its test.
+        program: Runs the test, or returns the function to be tested.
+        expected: The expected numbers, findings or error message; None if the program asserts.
+        only: The only framework that supports the program; empty for both.
+        known: Additional entries for the test of the table, by name.
     """
 
     name: str
@@ -44,15 +43,15 @@ class Scenario:
         return self.name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What the scenario knows by this name."""
+        """Return the additional entry with this name."""
         return self.known.get(name, default)
 
 
 class Table(dict[str, Scenario]):
-    """Scenarios by their names, which are unique, in the order in which they were added."""
+    """Scenarios by their unique names, in the order of insertion."""
 
     def add(self, name: str = "", expected: Any = None, only: str = "", **known: Any) -> Any:
-        """Adds the decorated program; without a name it is called as its function is."""
+        """Register the decorated program; its default name is the name of its function."""
 
         def register(program: Any) -> Any:
             title = name or getattr(program, "__name__", type(program).__name__)
@@ -64,5 +63,5 @@ class Table(dict[str, Scenario]):
         return register
 
     def cases(self, marks: Callable[[Scenario], Any] = lambda _: ()) -> list[Any]:
-        """A parameter of a test for each scenario."""
+        """Return one pytest parameter for each scenario."""
         return [pytest.param(s, id=s.name, marks=marks(s)) for s in self.values()]

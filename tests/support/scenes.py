@@ -1,4 +1,4 @@
-"""A picture whose boxes, frames, lines and labels are objects at the places of the layout."""
+"""A picture of a graph as Python objects: boxes, frames, lines and labels with positions."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _DRAWN = """
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture.
+    """A picture of a graph.
 
     Attributes:
-        outline: The outline that it shows.
-        drawn: The results of the scripts: the places of boxes, frames, lines and labels.
-        boxes: The boxes and closed blocks, each with `item`, `card`, and its place and size.
-        frames: The open blocks, each with `block`, and its place and size.
+        outline: The outline of the graph.
+        drawn: The output of the scripts: positions of boxes, frames, lines and labels.
+        boxes: The boxes and collapsed blocks, each with `item`, `card`, position and size.
+        frames: The expanded blocks, each with `block`, position and size.
     """
 
     outline: Outline
     drawn: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """The top, width, height or body of the picture."""
+        """Return the top, width, height or body of the picture."""
         return self.drawn[name]
 
     @cached_property
@@ -72,12 +72,12 @@ class Scene:
 
 
 def picture_of(outline: Outline, opened: frozenset[int] | None) -> Scene:
-    """An outline laid out with some blocks open; None: as many as fit one screen."""
+    """Lay out an outline with the given blocks expanded; None expands as many as fit one screen."""
     keys = None if opened is None else json.dumps(sorted(opened))
     drawn = interpreter().eval(_DRAWN)(json.dumps(data_of(outline)), keys)
     return Scene(outline, json.loads(drawn))
 
 
 def fitted(outline: Outline) -> Scene:
-    """An outline with as many blocks open as fit one screen."""
+    """Lay out an outline with as many expanded blocks as fit one screen."""
     return picture_of(outline, None)

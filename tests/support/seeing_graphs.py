@@ -1,7 +1,7 @@
-"""Graphs of different shapes, made by hand: the pictures are tested on them.
+"""Handwritten graphs of different shapes for tests of their pictures.
 
-`Builder` writes a graph as a program is written. Each shape is a function without arguments;
-`SHAPES` has them by name.
+`Builder` builds a graph from calls that read like a program. Each shape is a function without
+arguments; `SHAPES` lists them by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 class Builder:
-    """Builds a graph, node by node."""
+    """Build a graph node by node."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -144,7 +144,7 @@ def ladder() -> Graph:
 
 
 def cuts() -> Graph:
-    """Every strength of a link, marks, and data that leaves the framework."""
+    """All strengths of links, marks, and an operation outside of the framework."""
     b = Builder()
     x = b.input("x", 4)
     stopped = b.op("stop_gradient", x, links=((_CUT,),), loss="detached")
@@ -188,7 +188,7 @@ def hostile_names() -> Graph:
 
 
 def shared_module() -> Graph:
-    """One module called three times with others between, and thirty steps in no module."""
+    """One module that is called three times between other modules, and thirty unscoped steps."""
     b = Builder()
     x = b.input("x", 4)
     for _ in range(3):

@@ -1,10 +1,10 @@
-"""How large the house is: lines, the mission's closure, long functions.
+"""Report the size of the code base: lines, imported files and long functions.
 
     python -m tests.support.sizes            # this tree
-    python -m tests.support.sizes REVISION   # beside it, the same of a revision
+    python -m tests.support.sizes REVISION   # compares the tree with a revision
 
-The mission's closure are the files of the package that a fresh process has imported once it has
-used every operator of `MISSION`, in either framework.
+The closure of `MISSION` contains the package's files that a fresh process imports when it uses
+every operator in `MISSION` in either framework.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ print("\\n".join(files))
 
 @dataclass(frozen=True)
 class Sizes:
-    """The figures of one tree."""
+    """The size figures of one tree."""
 
     figures: dict[str, int]
-    functions: list[str]  # that are too long
+    functions: list[str]  # functions that are too long
     files: list[str]
 
 
 def sizes_of(root: Path) -> Sizes:
-    """The figures of the checkout at `root`."""
+    """Return the size figures of the checkout at `root`."""
     package, tests = sorted(root.glob("gradtools/**/*.py")), sorted(root.glob("tests/**/*.py"))
     closure = _closure(root)
     functions = [f for path in package for f in _long_functions(root, path)]
@@ -81,10 +81,10 @@ def sizes_of(root: Path) -> Sizes:
     figures = {
         "package, lines": sum(map(_lines, package)),
         "package, files": len(package),
-        "the mission's closure, lines": sum(map(_lines, closure)),
-        "the mission's closure, files": len(closure),
-        "PyTorch's wing without seeing, lines": sum(map(_lines, wing)),
-        "formula with both translators, lines": sum(map(_lines, formula)),
+        "lines in the closure of MISSION": sum(map(_lines, closure)),
+        "files in the closure of MISSION": len(closure),
+        "lines in PyTorch's backend without seeing": sum(map(_lines, wing)),
+        "lines in formula with both translators": sum(map(_lines, formula)),
         "tests, lines": sum(map(_lines, tests)),
         f"functions over {_LONG_FUNCTION} lines": len(functions),
         f"files over {_LONG_FILE} lines": len(files),
@@ -97,7 +97,7 @@ def _lines(path: Path) -> int:
 
 
 def _closure(root: Path) -> list[Path]:
-    """The files that a process has imported once it has used every operator."""
+    """Return the files that a process imports when it uses every operator in `MISSION`."""
     found: set[Path] = set()
     for backend in ("torch", "jax"):
         env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
@@ -111,7 +111,7 @@ def _closure(root: Path) -> list[Path]:
 
 
 def _long_functions(root: Path, path: Path) -> Iterator[str]:
-    """Functions whose code, without docstring, is over the limit."""
+    """Yield the functions whose code without docstring exceeds the limit."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
@@ -120,7 +120,7 @@ def _long_functions(root: Path, path: Path) -> Iterator[str]:
 
 
 def main(revision: str | None = None) -> None:
-    """Prints the table."""
+    """Print the table, optionally with the figures of a Git revision."""
     now, before = sizes_of(ROOT), None
     if revision:
         with tempfile.TemporaryDirectory() as place:

@@ -1,9 +1,9 @@
-"""All that a call could leave behind in the process, read in one place, to be held to before.
+"""Snapshots of global state that a call could leave changed.
 
-`quick()` is read around every test, in a few microseconds; `everything()` around every planted
-fault. Both give a dict of plain values by names that a person understands; `changes` tells which
-differ. Arrays are told by `bits`: memory, version, `.grad` and what else hangs on them. This is an
-oracle: it asks the frameworks alone, and of gradtools only what it keeps for itself.
+`quick()` runs around every test and takes a few microseconds; `everything()` runs around every
+planted fault. Both return a dict of plain values with readable names, and `changes` lists the
+differences. `bits` describes an array: memory, version, `.grad` and attached objects. The functions
+read the state from the frameworks; from gradtools they read only its own global state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-numpy_state = np.random.get_state  # the process's own stream
+numpy_state = np.random.get_state  # NumPy's global random state
 
 
 def quick() -> dict[str, Any]:
-    """What poisons later tests if it stays: levels, modes, defaults. A few microseconds."""
+    """Return the state that would affect later tests: levels, modes and defaults."""
     found: dict[str, Any] = {}
     if "torch" in sys.modules:
         found |= _levels_of_torch()
@@ -32,7 +32,7 @@ def quick() -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """All that is known to be global: what `quick` reads, random streams, flags, hooks, our own."""
+    """Return all known global state, including random states, flags and caches of gradtools."""
     found: dict[str, Any] = {**quick(), **_of_python()}
     if "torch" in sys.modules:
         found |= _rest_of_torch()
@@ -42,9 +42,9 @@ def everything() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is otherwise than it was, each in words: its name, what it was, what it is.
+    """Describe each difference: its name, the old value and the new value.
 
-    What was imported in between is new, and no change.
+    Names that only `after` contains come from new imports and do not count.
     """
     return [
         f"{name} was {_short(before[name])}, is {_short(after[name])}"
@@ -54,7 +54,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Any) -> Any:
-    """An array as plain values: its memory, layout and whatever else is attached to it."""
+    """Return an array as plain values: its memory, layout and attached objects."""
     if isinstance(x, np.ndarray):
         return (x.dtype.str, x.shape, x.strides, x.flags.writeable, x.tobytes())
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
@@ -164,7 +164,7 @@ def _levels_of_jax() -> dict[str, Any]:
 
 def _rest_of_jax() -> dict[str, Any]:
     import jax
-    from jax._src.core import trace_state_clean  # what is public tells only two states apart
+    from jax._src.core import trace_state_clean  # the public function distinguishes only two states
 
     flags = {
         f"jax.config.{name}": getattr(jax.config, name, None) for name in sorted(jax.config.values)
@@ -188,7 +188,7 @@ def _of_python() -> dict[str, Any]:
         "the recursion limit": sys.getrecursionlimit(),
         "the tracing function": (sys.gettrace(), sys.getprofile()),
         "the handler of interrupts": signal.getsignal(signal.SIGINT),
-        "the exception in the air": sys.exc_info()[0],
+        "the exception being handled": sys.exc_info()[0],
         "the working directory": os.getcwd(),
         "the environment": dict(os.environ),
         "threads": threading.active_count(),
@@ -196,7 +196,7 @@ def _of_python() -> dict[str, Any]:
 
 
 def _ours(category: type) -> bool:
-    """Whether a filter is none of those that packages add when they are imported."""
+    """Whether a warning filter has a category of Python or gradtools, not of another package."""
     return category.__module__.partition(".")[0] in ("builtins", "gradtools")
 
 

@@ -1,20 +1,20 @@
-"""Which tests `make test` leaves to `make test-all`, and which this leaves to `pytest -m sweep`.
+"""Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
-A test is quick unless a mark says otherwise, on a file (``pytestmark``), a function, or
+A test is quick unless a mark on its file (``pytestmark``) or function says otherwise:
 
-    @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # these values of its axes, alone or met
-    @pytest.mark.sweep_at("third order")                   # likewise, but not in `make test-all`
-    @pytest.mark.quick_at("sin")                           # all others are slow
-    @pytest.mark.whole_at("sin", "cos")                    # all others are a sweep
-    @pytest.mark.sampled(4, 12)                            # so many cases are quick; so many run
-    @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # of each backend
-    @pytest.mark.sampled(slow=12)                          # of those that are not quick so many run
+    @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # one value, or all values of a tuple
+    @pytest.mark.sweep_at("third order")                   # these cases run only in the sweep
+    @pytest.mark.quick_at("sin")                           # all other cases are slow
+    @pytest.mark.whole_at("sin", "cos")                    # all other cases are a sweep
+    @pytest.mark.sampled(4, 12)                            # 4 cases are quick and 12 cases run
+    @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # the same numbers for each backend
+    @pytest.mark.sampled(slow=12)                          # 12 of the cases that are not quick run
 
-A value is what stands in the test's id, between its hyphens: give cases ids of their own. The cases
-that a sample takes are a covering array, not the full product of the axes: the first ones that meet
-most pairs of values that did not meet before (Cohen et al., The AETG System, 1997). The mutants
-(`mutants.py`) say whether the quick tier is to be believed, and a test of it that takes long fails
-where GRADTOOLS_TEST_SECONDS is set, to 2 for example.
+A value is a part of the test's id between hyphens, so cases need explicit ids. A sample is a
+covering array instead of the full product of the axes: it greedily adds the case with the most
+pairs of values that no earlier case has (Cohen et al., The AETG System, 1997). The mutation tests
+(`mutants.py`) measure how much the quick tier detects. If GRADTOOLS_TEST_SECONDS is set, for
+example to 2, a slower test of the quick tier fails.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from itertools import combinations
 import pytest
 
 _BACKENDS = ("torch", "jax")
-_AT = (  # the mark, what it makes of a case, and whether it names the others
+_AT = (  # name of the mark, mark of the selected cases, whether the values are excluded
     ("slow_at", pytest.mark.slow, False),
     ("quick_at", pytest.mark.slow, True),
     ("sweep_at", pytest.mark.sweep, False),
     ("whole_at", pytest.mark.sweep, True),
 )
 _GOLDEN = 0.6180339887498949
-_LOOP = 0.020  # seconds that `_calibration` takes where the limit is meant as it stands
+_LOOP = 0.020  # seconds that `_calibration` takes on the machine for which limits are defined
 
 
 def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
-    """The marks of a case of a large table of which a test run takes one in so many.
+    """Return the marks of a case of a large table if a test run takes one case of every `every`.
 
-    Each row and column has its turn where `number` counts along both. The others are a sweep.
+    If `number` counts along rows and columns, each of them is run in turn. The other cases are a
+    sweep.
     """
     return [] if number % every == 0 else [pytest.mark.sweep]
 
 
 def function_of(name: str) -> str:
-    """A test's name without its parameters."""
+    """Return a test's name without its parameters."""
     return name.partition("[")[0]
 
 
 def mark_tiers(items: Sequence[pytest.Item]) -> None:
-    """Marks what the marks on functions name as slow, or as a sweep."""
+    """Mark cases as slow or as a sweep according to the marks on their functions."""
     samples: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         for kind, mark, others in _AT:
@@ -80,16 +81,16 @@ def _backend(item: pytest.Item) -> str:
 
 
 def named(case: str, values: Iterable[str | tuple[str, ...]]) -> bool:
-    """Whether one of these values, or tuples of values, is of a case."""
+    """Return whether a case contains one of these values, or all values of one of these tuples."""
     every = [(value,) if isinstance(value, str) else value for value in values]
     return any(all(f"-{part}-" in f"-{case}-" for part in parts) for parts in every)
 
 
 def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
-    """The numbers of `count` rows, each of which adds most pairs of values that did not meet yet.
+    """Return indices of `count` rows, chosen greedily by their number of new pairs of values.
 
-    Rows that add as many are taken far from each other. The order is the same each time, and the
-    first rows of a longer list are those of a shorter one.
+    Ties are broken by rows that are far apart. The order is deterministic, and a longer list begins
+    with a shorter one.
     """
     pairs = [
         {*combinations(enumerate(row), 2), *((cell,) for cell in enumerate(row))} for row in rows
@@ -97,7 +98,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     spread = sorted(range(len(rows)), key=lambda k: k * _GOLDEN % 1)
     chosen: list[int] = []
     met: set[object] = set()
-    adds: dict[int, int] = {}  # at most so many pairs: what a row adds only falls
+    adds: dict[int, int] = {}  # upper bounds: the number of new pairs of a row only decreases
     while spread and len(chosen) < count:
         best, most = spread[0], -1
         for k in spread:
@@ -106,7 +107,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
                 if adds[k] > most:
                     best, most = k, adds[k]
         if most == 0 and met:
-            met, adds = set(), {}  # all pairs have met: once more
+            met, adds = set(), {}  # all pairs are covered: start again
             continue
         spread.remove(best)
         chosen.append(best)
@@ -115,7 +116,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
 
 
 def stale_values(items: Iterable[pytest.Item]) -> list[str]:
-    """Values that a mark on a function names and that none of its cases has."""
+    """Return values that a mark on a function names but none of its cases contains."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(function_of(item.nodeid), []).append(item)
@@ -130,19 +131,19 @@ def stale_values(items: Iterable[pytest.Item]) -> list[str]:
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Whether `make test` runs a test."""
+    """Return whether `make test` runs a test."""
     others = ("slow", "sweep", "ahead", "integration")
     return not any(item.get_closest_marker(name) for name in others)
 
 
 def seconds_here(seconds: float) -> float:
-    """So many seconds of a quick machine, on this one."""
+    """Scale seconds of the reference machine to this machine."""
     return seconds * max(1.0, _calibration() / _LOOP)
 
 
 @lru_cache
 def _calibration() -> float:
-    """The quickest of several runs of a loop in Python, in seconds of processor time."""
+    """Return the fastest of several runs of a Python loop in seconds of processor time."""
     times = []
     for _ in range(5):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""What a run does in PyTorch, counted: operations that compute something, and products' flops."""
+"""Dispatch modes that count operations and FLOPs of a run in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE = ("aten.view", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._to_c
 
 
 class Count(TorchDispatchMode):
-    """The operations that compute something, in order."""
+    """Record the names of the operations that compute something, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Count(TorchDispatchMode):
 
 
 class Work(TorchDispatchMode):
-    """Counts the flops of products, and one operation for each element that others compute."""
+    """Count FLOPs of products, and one operation per element that other operations compute."""
 
     def __init__(self) -> None:
         super().__init__()

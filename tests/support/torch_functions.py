@@ -1,4 +1,4 @@
-"""Functions as PyTorch's manual has them, beside which rules are held."""
+"""autograd.Functions written as in PyTorch's documentation, as references for custom rules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""torchvision beside any build of PyTorch: its models and transforms, which are Python.
+"""Make torchvision's Python code importable with any build of PyTorch.
 
-PyPI's torchvision is compiled for a PyTorch with CUDA, and does not load beside one without: its
-import fails at two operators that its compiled half declares. They are declared in its place, where
-that cannot be loaded. No test calls them.
+PyPI's torchvision is compiled for PyTorch with CUDA. Without CUDA its import fails at two operators
+that its compiled library declares. If the library cannot be loaded, this module declares the
+operators instead. No test calls them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 OPERATORS = ("nms", "qnms")
 SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_kept: list[object] = []  # what declares an operator takes it back when it goes
+_kept: list[object] = []  # a Library object removes its operators when it is deleted
 
 
 class _BeforeItsImport:
-    """A finder that finds nothing: it is asked when torchvision is imported for the first time."""
+    """A finder that finds nothing, but runs a hook when torchvision is first imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "torchvision":

@@ -1,7 +1,7 @@
-"""What a type checker must know of gradtools' functions, and the mistakes that it must find.
+"""Code with types that mypy and pyright must infer, and mistakes that they must report.
 
-It is read by mypy and pyright, and never run. A line that ends with "wrong" is one on which both
-must report an error; on all others neither may.
+The file is never executed. Both type checkers must report an error on each line that ends with
+"wrong" and on no other line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def of_dict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(params["w"] * x)
 
 
-# Edits give back what they took.
+# Edits return the type of their argument.
 assert_type(gt.reverse_gradient(x), torch.Tensor)
 assert_type(gt.stop_gradient({"a": x}), dict[str, torch.Tensor])
 assert_type(gj.clip_gradient(z, max_norm=1.0), jax.Array)
@@ -46,7 +46,7 @@ gt.scale_gradient(x, "0.5")  # wrong
 gj.reverse_gradient(z, "0.5")  # wrong
 gt.clip_gradient(x, max_norm="1")  # wrong
 
-# A gradient is of the type of what it is a gradient of.
+# A gradient has the type of its argument.
 assert_type(gt.grad(loss)(x, x, scaled=True), torch.Tensor)
 assert_type(gj.grad(of_dict)({"w": z}, z), dict[str, jax.Array])
 assert_type(gt.value_and_grad(loss)(x, x), tuple[torch.Tensor, torch.Tensor])
@@ -78,7 +78,7 @@ gt.grad(loss)(x)  # wrong
 gt.grad(loss)(x, x, scale=True)  # wrong
 gt.grad(loss, argnum=1)  # wrong
 
-# What is computed otherwise has the signature that it had.
+# Wrapped functions keep their signatures.
 assert_type(gt.frozen(loss)(x, x), torch.Tensor)
 assert_type(gt.checkpoint(loss)(x, x, scaled=True), torch.Tensor)
 assert_type(gj.compile(of_dict)({"w": z}, z), jax.Array)
@@ -87,7 +87,7 @@ assert_type(gt.straight_through(torch.round)(x), torch.Tensor)
 gt.frozen(loss)(x)  # wrong
 gt.checkpoint(loss)(x, x, 3)  # wrong
 
-# Names.
+# Names of the namespaces.
 gt.xp.exp(x)
 gj.xp.linalg.norm(z)
 gt.gradd(loss)  # wrong

@@ -1,8 +1,8 @@
-"""The table of what PyTorch differentiates wrongly, or not at all: one row for each operation.
+"""Operations that PyTorch differentiates wrongly or not at all, one row per operation.
 
-Found by sweeps over PyTorch's own table of operators, OpInfo (`tests/sweeps`).
-`docs/upstream-bugs.md` is generated from it, and a test runs each example: it fails once PyTorch is
-right.
+The bugs were found by sweeps over OpInfo, PyTorch's own table of operators (`tests/sweeps`).
+`docs/upstream-bugs.md` is generated from this table. A test runs each example and fails when
+PyTorch has fixed the bug.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GRADIENT = "gradient"
-GRADIENT_AGAIN = "derivative of the gradient"  # reverse over reverse mode
-THIRD = "third derivative"  # in reverse mode
+GRADIENT_AGAIN = "derivative of the gradient"  # Reverse over reverse mode.
+THIRD = "third derivative"  # Reverse mode.
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
-TANGENT = "tangent"  # forward mode
-TANGENT_AGAIN = "derivative of the tangent"  # reverse or forward mode over forward mode
-TANGENT_OF_GRADIENT = "tangent of the gradient"  # forward over reverse mode
+TANGENT = "tangent"  # Forward mode.
+TANGENT_AGAIN = "derivative of the tangent"  # Reverse or forward mode over forward mode.
+TANGENT_OF_GRADIENT = "tangent of the gradient"  # Forward over reverse mode.
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Bug:
     """An operation that PyTorch differentiates wrongly.
 
     Attributes:
-        operation: Its name in PyTorch's documentation, without `torch.`.
-        wrong: The wrong derivatives, and for each a loss of x that shows it, as Python code with
+        operation: The name in PyTorch's documentation without `torch.`.
+        wrong: The wrong derivatives, each with a loss of x that shows the bug, as Python code with
             `torch` and x0, the value of x.
         issue: The upstream issue, such as "torch#196702"; empty if no report was found.
     """

@@ -1,4 +1,4 @@
-"""What PyTorch gets wrong, measured, and whether `gradtools.testing.checked` names it.
+"""Measure PyTorch's wrong derivatives, and whether `gradtools.testing.checked` reports them.
 
     python -m tests.support.upstream_bugs_page    # writes docs/upstream-bugs.md
 
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One wrong derivative: what PyTorch gives, and gradtools' operator in `checked`."""
+    """One wrong derivative: the results of PyTorch and of gradtools' operator in `checked`."""
 
     row: Bug
     wrong: str
@@ -52,7 +52,7 @@ SHOWN = [(row, wrong) for row in TABLE for wrong, example in row.wrong.items() i
 
 
 def row_of(row: Bug, wrong: str) -> Row:
-    """Runs its example, as PyTorch does it and by gradtools' operator in `checked`."""
+    """Run the example with plain PyTorch and with gradtools' operator in `checked`."""
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
     t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
@@ -67,13 +67,13 @@ def row_of(row: Bug, wrong: str) -> Row:
 
 
 def _slope(f, x, t):
-    """Central differences, extrapolated once."""
+    """Return the central difference of f at x along t with one Richardson extrapolation."""
     slope = lambda h: (float(f(x + h * t)) - float(f(x - h * t))) / (2 * h)
     return (4 * slope(1e-4) - slope(2e-4)) / 3
 
 
 def _along(f, t):
-    """The derivative of f along t, by reverse mode."""
+    """Return the derivative of f along t by reverse mode."""
 
     def slope(x):
         x = x.detach().requires_grad_()
@@ -83,7 +83,7 @@ def _along(f, t):
 
 
 def _along_twice(f, t):
-    """The second derivative of f along t, by reverse mode twice."""
+    """Return the second derivative of f along t by reverse mode applied twice."""
     return lambda x: (_along(lambda x: (_gradient(f, x) * t).sum(), t))(x)
 
 
@@ -95,17 +95,17 @@ SCALES = torch.tensor([0.5, 1.5], dtype=torch.float64)
 
 
 def _along_each(f, t):
-    """The sum of the derivatives of x -> f(s x) along t, one s after the other."""
+    """Return the sum over s of the derivatives of x -> f(s x) along t, computed one by one."""
     return lambda x: sum(_along(lambda x, s=s: f(s * x), t)(x) for s in SCALES)
 
 
 def _mapped(vmap, grad, f, t):
-    """The same by vmap."""
+    """Return the same sum of derivatives as `_along_each`, computed with vmap."""
     each = lambda x: vmap(lambda s: grad(lambda x: f(s * x))(x))(SCALES)
     return lambda x: (each(x) * t).sum()
 
 
-# What is held against differences, where it is not the derivative of f along t.
+# Functions for the finite differences, where the number is not the derivative of f along t.
 _BY_DIFFERENCES = {
     GRADIENT: lambda f, t: f,
     OF_STRIDED: lambda f, t: f,
@@ -242,7 +242,7 @@ _FOUND = {NAMED: "yes", RIGHT: "right in gradtools", "an error": _ERROR, "a refu
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     wrong: dict[tuple[str, str, str], list[str]] = {}
     for row in (row_of(*shown) for shown in SHOWN):
         given = "" if row.plain == "another number" else f" ({row.plain})"

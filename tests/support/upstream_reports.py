@@ -1,9 +1,9 @@
-"""Reports of wrong derivatives in PyTorch and JAX, ready to be filed: docs/upstream.
+"""Bug reports about wrong derivatives in PyTorch and JAX, written to docs/upstream.
 
     python -m tests.support.upstream_reports    # writes docs/upstream/*.md
 
-A report is a title, the smallest program, what it prints, and the versions. The program needs the
-framework alone: it prints a derivative along a direction and the same by central differences.
+A report consists of a title, a minimal program, its output and the versions. The program imports
+only the framework and prints a directional derivative and its central difference.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ x = x.detach()
 
 @dataclass(frozen=True)
 class Report:
-    """A wrong derivative that no issue reports.
+    """A wrong derivative without an upstream issue.
 
     Attributes:
         name: The file's name.
@@ -99,7 +99,7 @@ class Report:
         f: The body of the loss, a function of x; the whole program if `way` is empty.
         x: The point.
         v: The direction.
-        note: What else is known.
+        note: Additional remarks.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Report:
     framework: str = "torch"
 
     def program(self) -> str:
-        """The program, which needs the framework alone."""
+        """Return the program, which imports only the framework."""
         if not self.way:
             return self.f
         way, by = _WAYS[self.way]
@@ -206,7 +206,7 @@ REPORTS = (
 
 
 def page(report: Report) -> str:
-    """The report as the text of an issue."""
+    """Return the report as the text of an issue."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", report.program()],
         capture_output=True,
@@ -226,7 +226,7 @@ def page(report: Report) -> str:
 
 
 def index() -> str:
-    """The list of all reports."""
+    """Return the index page of all reports."""
     lines = [f"- [{report.title}]({report.name}.md)\n" for report in REPORTS]
     return (
         "# Reports for PyTorch and JAX\n\n"
@@ -238,7 +238,7 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of each file in docs/upstream."""
+    """Return the text of each file in docs/upstream."""
     return {"index.md": index(), **{f"{each.name}.md": page(each) for each in REPORTS}}
 
 

@@ -1,10 +1,10 @@
-"""A pytest plugin for `tests.support.versions`: the ledger of a version, and what each test gave.
+"""A pytest plugin for `tests.support.versions`: known limits of versions, and stored results.
 
-`version_ledger.toml` says what a version itself cannot do, a test and a reason a line. Such a test
-is expected to fail: one that passes is an error, and so is a line that names no test.
+`version_ledger.toml` lists tests that a version cannot pass, with reasons. Such a test is expected
+to fail. If it passes, or if an entry matches no test, the run fails.
 
-``--version-results FILE`` keeps each test's outcome, a line each as it ends; with ``--again`` those
-that passed there, or were excused, are left out.
+``--version-results FILE`` appends each test's outcome to a file. ``--again`` skips the tests that
+passed or were excused in that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE = ("passed", "skipped", "ledger")
 
 
 def applies(entry: dict[str, Any]) -> bool:
-    """Whether an entry is about the versions that are installed here."""
+    """Return whether an entry applies to the installed versions."""
     for package in ("torch", "jax", "flax"):
         if package in entry:
             try:
@@ -38,19 +38,19 @@ def applies(entry: dict[str, Any]) -> bool:
 
 
 def entries() -> list[dict[str, Any]]:
-    """The ledger: tests, cases of these or all, versions of `torch`, `jax` or `flax`, a reason."""
+    """Return the entries of the ledger: tests or cases, framework versions and a reason."""
     return tomllib.loads(LEDGER.read_text(encoding="utf-8"))["limit"]
 
 
 def outcomes(path: Path) -> dict[str, str]:
-    """The last outcome of each test in a file of results: passed, skipped, ledger or failed."""
+    """Return the last outcome of each test in a results file: passed, skipped, ledger or failed."""
     if not path.exists():
         return {}
     return dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
 class Results:
-    """Appends each test's outcome to a file, so that a run that was stopped can go on."""
+    """Append each test's outcome to a file, so that an interrupted run can be resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,9 @@ def _matches(item: pytest.Item, test: str, entry: dict[str, Any]) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--version-results", type=Path, help="a file for the outcome of each test")
-    parser.addoption("--again", action="store_true", help="only what has not passed there")
+    parser.addoption(
+        "--again", action="store_true", help="only tests that have not passed in the file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before cases are deselected, so that a line may be of slow tests alone."""
+    """Runs before cases are deselected, so that an entry may name only slow tests."""
     for entry in entries():
         if applies(entry):
             for item in excused(entry, items):
@@ -97,12 +99,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def excused(entry: dict[str, Any], items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases that an entry names."""
+    """Return the cases that an entry names."""
     return [item for item in items if any(_matches(item, test, entry) for test in entry["tests"])]
 
 
 def stale_lines(items: list[pytest.Item]) -> list[str]:
-    """The tests of entries, of any version, of whose cases none was collected from their files."""
+    """Return tests in entries of any version for which no case was collected from their files."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(tiers.function_of(item.nodeid), []).append(item)

@@ -1,11 +1,11 @@
-"""The tests on other versions: ``python -m tests.support.versions [NAME ...]``.
+"""Run the tests with other versions: ``python -m tests.support.versions [NAME ...]``.
 
-Each pair has an environment in ``.venv-versions/``, which is built once. CPU wheels of PyTorch are
-taken where PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS offers them; otherwise pip fetches a CUDA build of
-about 3 GB, which is announced before. Each run is that of the quick tests, less what the ledger
-excuses (`version_ledger`). ``--again`` runs only the tests that have not passed yet, after a run
-that was stopped or after a change. What was seen is kept in ``versions_seen.json``, from which the
-table of docs/support.md is written.
+Each pair of versions has an environment in ``.venv-versions/``, which is built once. pip installs
+CPU wheels of PyTorch if PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS provides them; otherwise it downloads
+a CUDA build of about 3 GB, which is announced first. Each run executes the quick tests except for
+the entries of the ledger (`version_ledger`). ``--again`` runs only the tests that have not passed
+yet, after an interruption or a change. ``versions_seen.json`` stores the results, from which the
+table of docs/support.md is generated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ START, END = "<!-- versions table: generated -->\n", "<!-- end of versions table
 
 @dataclass(frozen=True)
 class Pair:
-    """Versions of Python and of both frameworks."""
+    """The versions of Python and of both frameworks in one environment."""
 
     python: str
     torch: str
@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def interpreter(version: str) -> str | None:
-    """The Python of a version that runs: one in PATH, or pyenv's."""
+    """Return a working Python of a version, from PATH or from pyenv, or None."""
     candidates = [shutil.which(f"python{version}")]
     pyenv = Path.home() / ".pyenv" / "versions"
     candidates += [str(p / "bin" / "python") for p in sorted(pyenv.glob(f"{version}.*"))]
@@ -67,7 +67,7 @@ def interpreter(version: str) -> str | None:
 
 
 def built(name: str, pair: Pair) -> Path | None:
-    """The interpreter of a pair's environment; None where there is no such Python here."""
+    """Return the interpreter of a pair's environment, or None if its Python is not installed."""
     folder = FOLDER / name
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     stamp = folder / ".installed"
@@ -80,7 +80,8 @@ def built(name: str, pair: Pair) -> Path | None:
     subprocess.run([base, "-m", "venv", folder], check=True)
     frameworks = [f"torch=={pair.torch}", f"jax=={pair.jax}", f"jaxlib=={pair.jax}"]
     install = [python, "-m", "pip", "install", "-q"]
-    exact = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # no pins of this machine
+    # ignore the version constraints of this machine
+    exact = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     subprocess.run([*install, *frameworks, *PACKAGES], env=exact, check=True)
     subprocess.run([*install, "--no-deps", "-e", ROOT], check=True)
     stamp.touch()
@@ -98,7 +99,7 @@ print(json.dumps({**versions, "python": platform.python_version()}))
 
 
 def installed(python: Path, environment: dict[str, str]) -> dict[str, str]:
-    """The versions of Python, NumPy and the frameworks in an environment."""
+    """Return the versions of Python, NumPy and the frameworks in an environment."""
     done = subprocess.run(
         [python, "-c", _VERSIONS], cwd=ROOT, env=environment, capture_output=True, check=True
     )
@@ -107,7 +108,7 @@ def installed(python: Path, environment: dict[str, str]) -> dict[str, str]:
 
 
 def table(seen: dict[str, Any]) -> str:
-    """The table "What works on which version", a column for each pair that was seen."""
+    """Return the table "What works on which version" with a column for each tested pair."""
     pairs = [name for name in PAIRS if name in seen]
     versions = lambda name: [seen[pair]["versions"].get(name, "–") for pair in pairs]
     rows = [["PyTorch", *(v.partition("+")[0] for v in versions("torch"))]]
@@ -120,14 +121,14 @@ def table(seen: dict[str, Any]) -> str:
 
 
 def write_page(seen: dict[str, Any]) -> str:
-    """docs/support.md with the table of what was seen."""
+    """Return docs/support.md with the table of the stored results."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n{table(seen)}\n{END}{after}"
 
 
 def main() -> int:
-    """Runs the pairs that are named, or all; the exit status is 1 if anything failed."""
+    """Run the named pairs, or all; the exit status is 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")
@@ -156,7 +157,7 @@ def main() -> int:
 def run_tests(
     name: str, python: Path, environment: dict[str, str], args: argparse.Namespace
 ) -> tuple[bool, str]:
-    """Whether the tests passed in an environment, and how many of all that ran there."""
+    """Run the tests in an environment; return whether they passed and a summary of the counts."""
     results = FOLDER / f"{name}.jsonl"
     before = version_ledger.outcomes(results) if args.again else {}
     done = {test: said for test, said in before.items() if said in version_ledger.DONE}

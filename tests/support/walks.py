@@ -1,4 +1,4 @@
-"""Walks through the house: which rooms a call passes, as trees for `docs/architecture.md`.
+"""Call trees for `docs/architecture.md`: the modules that a call of an operator passes.
 
 python -m tests.support.walks            # writes the trees into the page
 python -m tests.support.walks --counts   # prints the calls, files and changes of file of each walk
@@ -36,16 +36,16 @@ WALKS: dict[str, Callable[[Any, Any], Any]] = {
     "chunked": lambda gt, x: gt.grad(lambda x: gt.chunked(_square, 2)(x).sum())(x),
 }
 ALL = [(name, backend) for name in WALKS for backend in ("torch", "jax")]
-SHOWN = [("chunked", "torch")]  # on the page: the longest, which contains that of a gradient
+SHOWN = [("chunked", "torch")]  # the longest walk, which contains the walk of a gradient
 
 
 class Count(NamedTuple):
-    """How long a walk is.
+    """The size of a walk.
 
     Attributes:
-        calls: The calls of functions of gradtools'; a generator counts each time that it goes on.
-        files: The files in which these functions stand.
-        changes: How often a call stands in another file than the one before.
+        calls: The number of calls of gradtools functions; each resumption of a generator counts.
+        files: The number of files that define these functions.
+        changes: The number of calls into another file than the file of the previous call.
     """
 
     calls: int
@@ -54,8 +54,8 @@ class Count(NamedTuple):
 
 
 def walked(name: str, backend: str) -> str:
-    """The rooms of one walk: each stands below the room that it was first called from."""
-    seen: dict[str, str] = {}  # room: the room that it was first called from
+    """Return the module tree of one walk; each module is below the module that first called it."""
+    seen: dict[str, str] = {}  # maps a module to the module that first called it
 
     def note(room: str, frame: Any) -> None:
         if room in seen:
@@ -70,7 +70,7 @@ def walked(name: str, backend: str) -> str:
 
 
 def counted(name: str, backend: str) -> Count:
-    """How many calls, files and changes of file one walk has."""
+    """Count the calls, files and changes of file of one walk."""
     rooms: list[str] = []
     _walk(name, backend, lambda room, frame: rooms.append(room))
     changes = sum(a != b for a, b in pairwise(rooms))
@@ -78,10 +78,10 @@ def counted(name: str, backend: str) -> Count:
 
 
 def _walk(name: str, backend: str, note: Callable[[str, Any], None]) -> None:
-    """Takes one walk, and has each call of a function of gradtools' noted, with its frame."""
+    """Run one walk and call `note` with the module and frame of each call of gradtools."""
     gt = importlib.import_module(f"gradtools.{backend}")
     x = gt.xp.ones((4, 4))
-    for _ in range(2):  # what is made once is made
+    for _ in range(2):  # the first call fills caches
         WALKS[name](gt, x)
 
     def watch(frame: Any, event: str, arg: Any) -> None:
@@ -109,28 +109,28 @@ def _branch(seen: dict[str, str], room: str, depth: int) -> list[str]:
 
 
 def _said(room: str) -> str:
-    """The first line of a room's docstring."""
+    """Return the first line of a module's docstring."""
     text = ast.get_docstring(ast.parse((HOUSE / room).read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0].rstrip(".")
 
 
 def environment() -> dict[str, str]:
-    """For a process that imports this tree."""
+    """Return environment variables with which a subprocess imports this source tree."""
     return {**os.environ, "PYTHONPATH": str(HOUSE.parent)}
 
 
 def blocks() -> dict[str, str]:
-    """Each walk's tree, by the title of its block on the page."""
+    """Return the tree of each walk by the title of its block on the page."""
     return {f"{name}, {backend}": walked(name, backend) for name, backend in SHOWN}
 
 
 def counts() -> dict[str, Count]:
-    """How long each walk is, by the title of its block on the page."""
+    """Return the size of each walk by the title of its block on the page."""
     return {f"{name}, {backend}": counted(name, backend) for name, backend in ALL}
 
 
 def written(page: str, trees: dict[str, str]) -> str:
-    """The page with these trees."""
+    """Return the page with the new trees."""
     for title, tree in trees.items():
         page, count = re.subn(
             rf'(```text title="{title}"\n).*?(```)',

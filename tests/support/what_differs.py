@@ -1,8 +1,8 @@
 """The table of docs/what-differs.md: derivatives at kinks and ties, measured in both frameworks.
 
-`python -m tests.support.what_differs` writes it anew; a test compares. A derivative at a kink is a
-choice. Each row is the pullback of ones by the framework's own `torch.autograd.grad` or `jax.vjp`,
-once and twice, in float64.
+`python -m tests.support.what_differs` rewrites the table, and a test compares it. The derivative at
+a kink is a convention. Each row shows the first and second pullback of ones by
+`torch.autograd.grad` or `jax.vjp` in float64.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"
-Values = list[Any] | None  # None if the framework has no second derivative there
+Values = list[Any] | None  # None if the framework does not define the second derivative
 
-# Name; point, and indented: in PyTorch; in JAX. The functions are of x, with t for torch, f for
-# torch.nn.functional, j for jax, n for jax.numpy.
+# Each entry is a name and a point, and on an indented line the function in PyTorch and the function
+# in JAX. The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for
+# jax.numpy.
 _TABLE = """
 |x| at 0; [0.0]
     t.abs(x); n.abs(x)
@@ -109,7 +110,7 @@ pullback of z**2 at 1 + 2i, native; [1 + 2j]
 
 
 def measured() -> Iterator[tuple[str, list[Values], list[Values]]]:
-    """Each row: its name, and the first and second pullback in PyTorch and in JAX."""
+    """Yield the name of each row and the first and second pullbacks in PyTorch and in JAX."""
     for entry in re.split(r"\n(?!    )", _TABLE.strip()):
         head, _, functions = entry.partition("\n")
         name, point = head.split("; ")
@@ -159,7 +160,7 @@ def _differs(one: Values, other: Values) -> bool:
 
 
 def table() -> str:
-    """The lines of the page; what differs comes first."""
+    """Return the rows of the table, with differing rows first."""
     text = lambda values: "" if values is None else ", ".join(f"{v:.4g}" for v in values)
     rows = []
     for name, of_torch, of_jax in measured():
@@ -173,7 +174,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table as it is now."""
+    """Return the page with the current table."""
     head, rest = page.split(START)
     return head + START + "\n" + table() + "\n" + END + rest.partition(END)[2]
 

@@ -1,8 +1,8 @@
-"""Quick compilation of what tests run, and XLA's own defaults for what they look into.
+"""Fast compilation of programs that tests run, and XLA's defaults for programs that they inspect.
 
-JAX also makes a compiler's context for each program, which takes as long as all the rest of a
-small one's lowering. A context keeps nothing of a program but what two programs may share, so
-here one serves many.
+JAX also creates an MLIR context for each program, which takes as long as the rest of the lowering
+of a small program. A context stores only objects that programs can share, so here a context is
+reused for many programs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 DEFAULTS: dict[str, Any] = {"xla_backend_optimization_level": 3}
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
-# XLA ends the process over a flag that it does not know, so the version is asked. Up to here the
-# older emitters of fused loops can be had, which compile several times as quickly.
+# XLA aborts the process on an unknown flag, so the version is checked. These versions still have
+# the older emitters of fused loops, which compile several times as fast.
 if version("jaxlib").split(".")[:2] == ["0", "10"]:
     DEFAULTS["xla_cpu_use_fusion_emitters"] = True
     QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def keep_compiled(folder: Path) -> None:
-    """Programs compiled once are there for every worker, subprocess and later run.
+    """Store compiled programs for all workers, subprocesses and later runs.
 
-    Read before JAX is imported; what is set already is stronger. Programs that hold a network's
-    weights as constants are megabytes each; they are dropped at the next run.
+    JAX reads these settings at import, and existing settings take precedence. Programs with a
+    network's weights as constants are several megabytes each; the next run deletes them.
     """
     for entry in folder.glob("*-cache"):
-        with suppress(FileNotFoundError):  # another worker was quicker
+        with suppress(FileNotFoundError):  # another worker has already deleted it
             if entry.stat().st_size > 1_000_000:
                 entry.unlink()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
@@ -40,10 +40,10 @@ def keep_compiled(folder: Path) -> None:
 
 
 def compile_quickly() -> None:
-    """Switches optimisation off, but for programs that are compiled by hand.
+    """Disable optimization except for programs that are compiled ahead of time.
 
-    XLA reads its flags once, before the first program; subprocesses inherit them. Flags that are
-    set already are stronger.
+    XLA reads its flags once, before the first program, and subprocesses inherit them. Existing
+    flags take precedence.
     """
     if os.environ.get("GRADTOOLS_TEST_OPTIMIZED"):
         return
@@ -66,13 +66,14 @@ def _compile_by_hand_as_users_do() -> None:
 
 
 def _reuse_contexts(uses: int = 64) -> None:
-    """Each thread takes a new context after so many programs: its constants are freed with it."""
-    from jax._src.interpreters import mlir  # a public name there is none
+    """Give each thread a new context after `uses` programs, which frees the old constants."""
+    from jax._src.interpreters import mlir  # no public name exists
 
     fresh, kept = mlir.make_ir_context, threading.local()
 
     def make_ir_context() -> Any:
-        if mlir.ir.Context.current is not None:  # a lowering that runs a program has its own
+        # a lowering that runs another program has its own context
+        if mlir.ir.Context.current is not None:
             return fresh()
         if not getattr(kept, "left", 0):
             kept.context, kept.left = fresh(), uses

@@ -1,9 +1,9 @@
-"""Sweeps: everything that a framework can differentiate, through every operator of gradtools.
+"""Sweeps over everything that a framework can differentiate, with every operator of gradtools.
 
-A sweep takes its programs from tables that it did not choose (PyTorch's own databases of operators,
-all of `jax.lax` and `jax.numpy`), sends each through every way of differentiating that it has, and
-compares with the framework's own derivative. Where the framework raises, gradtools must raise as
-well. The few cells that part are named, with the reason; a reason that covers nothing fails, too.
+A sweep takes its programs from external tables (PyTorch's own operator databases, all of `jax.lax`
+and `jax.numpy`), differentiates each program in every way, and compares the results with the
+framework's own derivatives. If the framework raises an error, gradtools must raise as well. The few
+cells that differ are listed with a reason; a reason that matches no cell is an error.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ AGREES, DIFFERS, RAISED, LEFT_OUT = "agrees", "differs", "raised", "left out"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one program in one way.
+    """The outcome of one program with one way of differentiating.
 
     Attributes:
         program: The program's name in its table, such as "linalg.det" or "Conv2d, training".
         way: The operator of gradtools, with its mode in words.
-        sample: Which of the program's sample inputs.
-        dtype: Of the differentiated inputs.
+        sample: The index of the program's sample inputs.
+        dtype: The dtype of the differentiated inputs.
         result: "agrees" (also where both raise), "differs", "raised" (gradtools alone), or
             "left out" (there is nothing to compare).
-        detail: The error, the message, or why it was left out.
+        detail: The numerical error, the message, or the reason for leaving the cell out.
     """
 
     program: str
@@ -38,11 +38,11 @@ class Outcome:
 
 
 Known = dict[tuple[str, str], str]
-"""The reason, by the patterns of a program's and a way's name; words of each stand between `;`."""
+"""Reasons by patterns of the program's and the way's names; `;` separates alternative patterns."""
 
 
 def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> list[str]:
-    """What parts without a reason, and the reasons that cover nothing in a whole sweep."""
+    """Return outcomes that fail without a reason, and reasons without a cell in a whole sweep."""
     used: set[tuple[str, str]] = set()
     found = []
     for o in outcomes:
@@ -53,7 +53,7 @@ def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> lis
             used.update(lines)
             if not lines:
                 found.append(f"{o.program} | {o.way} | {o.dtype} {o.sample}: {o.result} {o.detail}")
-    return found + [f"a reason for nothing: {key}" for key in known if whole and key not in used]
+    return found + [f"a reason without a cell: {key}" for key in known if whole and key not in used]
 
 
 def _matches(name: str, patterns: str) -> bool:

@@ -1,8 +1,8 @@
-"""The sweep over JAX: every function of jax.lax, jax.numpy and their kin, against JAX itself.
+"""The sweep over JAX: every function of jax.lax, jax.numpy and related modules.
 
-A program is a case of `jax_programs`. All ways of differentiating it are traced into one function
-and compiled once, together with JAX's own derivatives. A way that raises while it is traced is
-noted, and the others go on; it may raise only where JAX's own derivative raises.
+A program is a case of `jax_programs`. All ways of differentiating a case are traced into one
+function and compiled together with JAX's own derivatives. A way that raises during tracing is
+recorded and the others continue. A way may raise only if JAX's own derivative raises.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.sweeps.jax_programs import Case, cases, takes_complex
 
 Arrays = list[Any]
 _TOLERANCE = {1: 1e-11, 2: 1e-10}
-_NOTHING = 1e-13  # rounding, where all entries should be zero
+_NOTHING = 1e-13  # rounding errors, if all entries should be zero
 
 
 def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) -> list[Outcome]:
-    """What comes of every program in every way.
+    """Return the outcome of every program in every way.
 
     Args:
         programs: Cases of the table.
-        whole: Whether every sample of a program is tried, in complex numbers too and in every
-            way; else the first sample in the principal ways.
-        eager: Whether each way runs by itself, operation by operation, and not compiled.
+        whole: Whether to run all samples, also with complex numbers, in all ways; otherwise only
+            the first sample in the principal ways.
+        eager: Whether each way runs separately and without compilation.
     """
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
@@ -58,7 +58,7 @@ def _dtypes(case: Case, whole: bool) -> Iterator[str]:
 
 
 def groups(size: int) -> list[tuple[Case, ...]]:
-    """All cases in groups of about so many, each function's together."""
+    """Return all cases in groups of about `size`; the cases of a function are in one group."""
     result: list[tuple[Case, ...]] = [()]
     for _, same in groupby(cases(), key=lambda case: case.program):
         if len(result[-1]) >= size:
@@ -72,7 +72,7 @@ def groups(size: int) -> list[tuple[Case, ...]]:
 
 @dataclass(frozen=True)
 class Point:
-    """A program as a function from lists to lists, at x, with a tangent t and a cotangent c."""
+    """A program as a function of lists, at x, with a tangent t and a cotangent c."""
 
     f: Callable[..., Arrays]
     xs: Arrays
@@ -81,7 +81,7 @@ class Point:
 
     @property
     def every(self) -> tuple[int, ...]:
-        """All argnums."""
+        """Return the argnums of all arguments."""
         return tuple(range(len(self.xs)))
 
     def inner(self, outs: Sequence[Any]) -> Any:
@@ -89,19 +89,19 @@ class Point:
         return sum(jnp.sum(jnp.real(jnp.conj(c) * y)) for c, y in zip(self.cs, outs, strict=True))
 
     def loss(self, outs: Sequence[Any]) -> Any:
-        """Re<c, y> + |y|^2 / 2, which is curved where f is not."""
+        """Re<c, y> + |y|^2 / 2, which has a second derivative even if f is linear."""
         return self.inner(outs) + 0.5 * sum(jnp.sum(jnp.abs(y) ** 2) for y in outs)
 
     def g(self, *xs: Any) -> Any:
-        """The loss of f."""
+        """Return the loss of the outputs of f."""
         return self.loss(self.f(*xs))
 
     def gradient(self, g: Callable[..., Any], *xs: Any) -> Arrays:
-        """JAX's own gradient of a real g, in gradtools' convention."""
+        """Return JAX's own gradient of a real g in the complex convention of gradtools."""
         return [jnp.conj(x) for x in jax.grad(g, self.every)(*xs)]
 
     def pushed(self, *xs: Any) -> Arrays:
-        """JAX's own tangent of f."""
+        """Return JAX's own tangent of f."""
         return jax.jvp(self.f, xs, tuple(self.ts))[1]
 
 
@@ -124,19 +124,19 @@ NATIVE: dict[str, Callable[[Point], Arrays]] = {
     "rf": lambda p: p.gradient(lambda *xs: p.inner(p.pushed(*xs)), *p.xs),
     "mixed": _mixed,
 }
-"""JAX's own derivatives; the modes of second order from the outermost."""
+"""JAX's own derivatives; names of second-order modes begin with the outermost mode."""
 
 
 def _along(p: Point, slopes: Arrays) -> Any:
     return sum(jnp.sum(jnp.real(jnp.conj(t) * s)) for t, s in zip(p.ts, slopes, strict=True))
 
 
-# --- the ways ----------------------------------------------------------------------------
+# --- ways of differentiating -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Way:
-    """An operator of gradtools, and which of JAX's derivatives it gives."""
+    """An operator of gradtools and the JAX derivative to which it is compared."""
 
     name: str
     run: Callable[[Point], Any]
@@ -146,7 +146,7 @@ class Way:
 
     @property
     def order(self) -> int:
-        """How many derivatives are taken."""
+        """The order of the derivative."""
         return 2 if len(self.gives) == 2 else 1
 
 
@@ -164,7 +164,7 @@ def _hvp(p: Point, mode: Any, f: Any = None) -> Any:
 
 
 def _contracted(blocks: Sequence[Any], ts: Sequence[Any]) -> Any:
-    """Rows of a Jacobian times the tangents."""
+    """Multiply the rows of a Jacobian with the tangents and add the results."""
     return sum(jnp.tensordot(b, t, axes=jnp.ndim(t)) for b, t in zip(blocks, ts, strict=True))
 
 
@@ -189,7 +189,7 @@ def _mixed_partial(p: Point) -> Any:
 
 
 def _chunked(p: Point) -> Any:
-    """f of three examples, of which the last is the point itself."""
+    """Return the pullback of f over three examples, the last of which is the point itself."""
     rows = lambda x, t: jnp.stack([x + s * t for s in (0.02, 0.01, 0.0)])
     batch = [rows(x, t) for x, t in zip(p.xs, p.ts, strict=True)]
     cs = [jnp.stack([jnp.zeros_like(c), 2 * c, c]) for c in p.cs]
@@ -213,7 +213,7 @@ def _by_defjvp(f: Any) -> Any:
 
 
 def _edited(f: Any) -> Any:
-    """f with its first derivatives times -2 and times -1/2."""
+    """Return f with its derivatives multiplied by -2 and then by -1/2."""
     return lambda *xs: gt.reverse_gradient(f(*[gt.scale_gradient(x, -2.0) for x in xs]), 0.5)
 
 
@@ -246,7 +246,7 @@ WAYS = (
 )
 
 
-# --- a trial -----------------------------------------------------------------------------
+# --- one trial ---------------------------------------------------------------------------
 
 
 def _swept(case: Case, dtype: str, whole: bool, eager: bool) -> Iterator[Outcome]:
@@ -291,7 +291,7 @@ def _point(case: Case, f: Any, dtype: str) -> Point:
 
 
 def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dict[str, str]]:
-    """The numbers of JAX and of each way, and the errors of those that raised."""
+    """Return the results of JAX and of each way, and the errors of ways that raised."""
     errors: dict[str, str] = {}
     needed = {way.gives for way in ways} | {"pushforward"}
     tasks = [(n, run) for n, run in NATIVE.items() if n in needed]
@@ -311,7 +311,7 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
     arrays = (point.xs, point.ts, point.cs)
     try:
         found = jax.device_get((everything if eager else jax.jit(everything))(*arrays))
-    except Exception:  # what XLA finds when it compiles spoils all of them
+    except Exception:  # an error in XLA's compilation affects all ways
         if eager:
             raise
         return _computed(point, ways, eager=True)
@@ -319,7 +319,7 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
 
 
 def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """The largest difference, relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry; NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return np.inf
     a, b = (np.concatenate([np.ravel(x) for x in xs]) for xs in (found, expected))
@@ -330,6 +330,9 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
 
 
 KNOWN: Known = {
-    ("nn.dot_product_attention", "*"): "it computes in float32, whatever it is given (jax#37422)",
-    ("lax.while_loop; scipy.special.hyp?f1", "rule by defvjp, *"): "its fwd takes jax.vjp",
+    (
+        "nn.dot_product_attention",
+        "*",
+    ): "the function computes in float32 for every input dtype (jax#37422)",
+    ("lax.while_loop; scipy.special.hyp?f1", "rule by defvjp, *"): "the rule's fwd calls jax.vjp",
 }

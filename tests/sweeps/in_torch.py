@@ -1,13 +1,15 @@
-"""The sweep over PyTorch: the programs of its tables in every way, against its own derivatives.
+"""The sweep over PyTorch: the programs of its tables, differentiated in every way.
 
-For a program f at x, with a tangent u and a cotangent v drawn at random, and g = f + f^2 / 2s entry
-by entry (s the size of f), so that linear operators have a second derivative too,
+A way must equal PyTorch's own derivatives of a program f at x with a random tangent u and a random
+cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, s is the size of f), so that
+linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad
              transpose of the pullback
 
-A way gives one of these numbers, and raises only where the first that it names raises in PyTorch.
+A way returns one of these numbers. It may raise only if the first derivative that it names raises
+in PyTorch.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from tests.sweeps.torch_programs import (
 )
 
 Tensors = Sequence[torch.Tensor]
-_SMALL = 40  # entries of inputs and outputs, for whole matrices
-_TOLERANCE = {1: 1e-9, 2: 1e-7}  # an ill-conditioned operation has few digits at second order
+_SMALL = 40  # Maximum number of input and output entries for full matrices.
+_TOLERANCE = {1: 1e-9, 2: 1e-7}  # Second derivatives of ill-conditioned operations lose digits.
 
 
 @dataclass(eq=False)
 class Point:
-    """A program with directions, and PyTorch's own derivatives."""
+    """A program with random directions and PyTorch's own derivatives."""
 
     program: TableProgram
 
@@ -57,11 +59,11 @@ class Point:
         self.every = tuple(range(len(self.x)))
 
     def g(self, *xs: Any) -> tuple[Any, ...]:
-        """f + f^2 / 2s, entry by entry."""
+        """Return f + f^2 / 2s elementwise."""
         return tuple(y + y * y * b for y, b in zip(self.f(*xs), self.bends, strict=True))
 
     def loss(self, *xs: Any) -> Any:
-        """Re<v, g(x)>."""
+        """Return Re<v, g(x)>."""
         return inner(self.v, self.g(*xs))
 
     # --- by PyTorch
@@ -80,21 +82,21 @@ class Point:
         return tuple(x.detach().requires_grad_() for x in self.x)
 
     def cotangent(self) -> Tensors:
-        """J^H v."""
+        """Return J^H v."""
         return self.pulled(self.f, self.live, self.v)
 
     def pushed(self) -> Tensors:
-        """J u."""
+        """Return J u by forward mode."""
         return self._dual(self.f, self.x)
 
     def transposed(self) -> Tensors:
-        """J u, as the pullback of the pullback, which is linear."""
+        """Return J u as the pullback of the pullback, which is linear in v."""
         v = tuple(torch.zeros_like(y).requires_grad_() for y in self.y)
         pulled = self.pulled(self.f, self.live, v, create_graph=True)
         return self.pulled(lambda *_: pulled, v, self.u)
 
     def tangent_transposed(self) -> Tensors:
-        """J^H v, as the pullback of the tangent, which is linear in u."""
+        """Return J^H v as the pullback of the tangent, which is linear in u."""
         us = tuple(torch.zeros_like(u).requires_grad_() for u in self.u)
         with forward_ad.dual_level():
             ys = self.f(*map(forward_ad.make_dual, self.x, us))
@@ -102,17 +104,17 @@ class Point:
             return self.pulled(lambda *_: tangents, us, self.v)
 
     def double_backward(self) -> Tensors:
-        """H u."""
+        """Return H u by reverse over reverse mode."""
         slopes = self.pulled(self._losses, self.live, [_ONE], create_graph=True)
         return self.pulled(lambda *_: slopes, self.live, self.u)
 
     def forward_over_reverse(self) -> Tensors:
-        """H u."""
+        """Return H u by forward over reverse mode."""
         slopes = lambda *xs: self.pulled(self._losses, xs, [_ONE], create_graph=True)
         return self._dual(slopes, self.live)
 
     def reverse_over_forward(self) -> Tensors:
-        """H u."""
+        """Return H u by reverse over forward mode."""
         with forward_ad.dual_level():
             ys = self.g(*map(forward_ad.make_dual, self.live, self.u))
             tangents = [_or_zero(forward_ad.unpack_dual(y).tangent, y.detach()) for y in ys]
@@ -131,7 +133,7 @@ _ONE = torch.ones((), dtype=torch.float64)
 
 
 def inner(a: Tensors, b: Tensors) -> Any:
-    """Re<a, b>."""
+    """Return Re<a, b>."""
     return sum((x.conj() * y).real.sum().double() for x, y in zip(a, b, strict=True))
 
 
@@ -139,12 +141,12 @@ def _or_zero(x: Any, like: Any) -> Any:
     return torch.zeros_like(like) if x is None else x
 
 
-# --- the ways -----------------------------------------------------------------------------------
+# --- ways of differentiating --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of differentiating: its result, and which derivatives of `Point` it gives."""
+    """A way of differentiating and the derivatives of `Point` to which it is compared."""
 
     name: str
     run: Callable[[Point], Any]
@@ -188,7 +190,7 @@ _way("hvp, forward over reverse", MIXED, 2, True)(lambda p: _hvp(p, p.g, "forwar
 
 @_way("vjp, outputs one by one", PULLED, quick=True)
 def _vjp_of_each(p: Point) -> Any:
-    """The other outputs then have no cotangent at all, where a zero would do."""
+    """One output at a time, so the other outputs have no cotangent instead of a zero."""
     one = lambda i: lambda *xs: p.f(*xs)[i]
     parts = [gt.vjp(one(i), *p.x)[1](v) for i, v in enumerate(p.v)]
     return [sum(xs[1:], xs[0]) for xs in zip(*parts, strict=True)]
@@ -202,7 +204,7 @@ def _frozen(p: Point) -> Any:
 
 
 def _jacobian(p: Point, mode: Any) -> Any:
-    """J u by the columns of a small real Jacobian, and J^T v by its rows."""
+    """Return J u from the columns of a small real Jacobian, or J^T v from its rows."""
     real = not any(x.is_complex() for x in (*p.x, *p.y))
     if not real or max(sum(x.numel() for x in xs) for xs in (p.x, p.y)) > _SMALL:
         return None
@@ -227,7 +229,7 @@ _way("jacobian, reverse", PULLED)(lambda p: _jacobian(p, "reverse"))
 
 
 def _chunked(p: Point) -> Any:
-    """f in two chunks, if it acts on each entry by itself; a seed of its own starts again."""
+    """Run f in two chunks if f acts elementwise and draws no random numbers."""
     if not p.program.alone or p.program.random or len(p.x[0]) < 2:
         return None
     return _vjp(p, gt.chunked(p.f, (len(p.x[0]) + 1) // 2))
@@ -240,14 +242,14 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """By gradtools' jvp: torch.func's nests in no dual numbers."""
+    """The forward rule uses gradtools' jvp; torch.func.jvp does not nest in dual numbers."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule
 
 
 def _reversed(f: Any) -> Any:
-    """f with its derivatives times one, by two edits."""
+    """Return f with its derivatives multiplied by -2 and then by -1/2."""
     return lambda *xs: f(*gt.reverse_gradient(gt.scale_gradient(xs, -2.0), 0.5))
 
 
@@ -282,13 +284,13 @@ def _mixed_partial(p: Point) -> Any:
 def sweep(
     whole: bool = False, tables: Iterable[str] = tuple(TABLES), part: tuple[int, int] = (0, 1)
 ) -> Iterator[Outcome]:
-    """What comes of every program in every way.
+    """Yield the outcome of every program in every way.
 
     Args:
-        whole: All ways, several samples and the in-place variants, in place of one sample of each
-            operator in one of the quick ways, in turn.
-        tables: Of `TABLES`.
-        part: `(i, n)` for the i-th of n parts, for those who share the work.
+        whole: Whether to run all ways, several samples and in-place variants; otherwise one sample
+            of each operator with some of the quick ways, in turn.
+        tables: Names of the tables in `TABLES`.
+        part: `(i, n)` for the i-th of n parts, to split the work.
     """
     variants = (FUNCTION, IN_PLACE, ON_VIEW) if whole else (FUNCTION,)
     i, n = part
@@ -309,18 +311,18 @@ def _swept_entry(entry: TableEntry, ways: Sequence[Way], whole: bool) -> Iterato
 
 
 def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[Outcome]:
-    """What comes of one program in these ways."""
+    """Yield the outcomes of one program in the given ways."""
     about = lambda way, *told: Outcome(program.name, way, program.sample, program.dtype, *told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             point = Point(program)
             finite = all(x.isfinite().all() for x in (*point.y, *point.cotangent()))
-        except Exception as error:  # PyTorch's own
+        except Exception as error:  # an error of PyTorch
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
-            yield about("every way", LEFT_OUT, "its value or gradient is not a number there")
+            yield about("every way", LEFT_OUT, "the value or gradient is NaN at the sample")
             return
         for way in ways:
             told = _judged(point, way)
@@ -332,9 +334,10 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
     expected, reasons = {}, {}
     for name in way.gives:
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # as ours: the fused one has first derivatives alone
+            # as in gradtools: the fused kernels support first derivatives only
+            with sdpa_kernel(SDPBackend.MATH):
                 expected[name] = getattr(point, name)()
-        except Exception as error:  # PyTorch's own
+        except Exception as error:  # an error of PyTorch
             reasons[name] = str(error)[:100]
     try:
         found = way.run(point)
@@ -349,7 +352,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
 
 
 def distance(found: Tensors, expected: Tensors) -> float:
-    """The largest difference, relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry; NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return float("inf")
     a, b = (
@@ -366,24 +369,39 @@ KNOWN: Known = {
     (
         "*CustomOp; *AutogradFunction; *linear_cross_entropy.chunked*",
         "custom_rule*; grad of jvp; jacobian*",
-    ): "PyTorch drops the tangents of an operator with a reverse rule only",
+    ): "PyTorch drops the tangents of operators with only a reverse rule",
     ("linalg.eig*; nn.BCELoss; nn.functional.binary_cross_entropy", "custom_rule by defjvp*"): (
-        "PyTorch's tangent of it has another derivative than its reverse mode"
+        "the derivative of PyTorch's tangent differs from reverse mode"
     ),
     ("*dropout*; nn.functional.rrelu*", "jacobian*; chunked*"): (
-        "under vmap, and in each chunk, a seed of its own draws another mask"
+        "each chunk and each vmapped call has its own seed and mask"
     ),
-    ("*float*; *half; cov", "jacobian*"): "a cast to fewer digits: unit vectors round otherwise",
+    (
+        "*float*; *half; cov",
+        "jacobian*",
+    ): "a cast to a lower precision rounds unit vectors differently",
     ("native_group_norm", "vjp, outputs one by one"): "torch#183980",
-    ("cdist", "jvp; hvp*; hessian*"): "PyTorch has none: gradtools pushes a program of its own",
-    ("chalf", "checkpoint*; chunked*"): "torch.equal, which compares outputs, has no complex32",
-    ("linalg.lstsq", "checkpoint*"): "its digits differ from run to run, and outputs are compared",
+    (
+        "cdist",
+        "jvp; hvp*; hessian*",
+    ): "PyTorch has no forward mode here; gradtools differentiates its own program",
+    (
+        "chalf",
+        "checkpoint*; chunked*",
+    ): "torch.equal, which compares outputs, does not support complex32",
+    (
+        "linalg.lstsq",
+        "checkpoint*",
+    ): "the compared outputs differ in their last digits from run to run",
     ("logcumsumexp", "linearize; custom_rule*"): "of large numbers: NaN, or rounding",
-    ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad wants every cotangent",
-    ("as_strided_scatter; nn.RNN*; to_sparse", "jacobian*"): "PyTorch's vmap has no rule for it",
+    ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad requires every cotangent",
+    (
+        "as_strided_scatter; nn.RNN*; to_sparse",
+        "jacobian*",
+    ): "PyTorch has no batching rule for the operation",
     (
         "nn.Transformer*; *hardsigmoid*; cdist; *pdist; native_layer_norm; tensor_split; "
         "*eig*; nn.CTC*",
         "custom_rule*",
-    ): "torch.func.vjp, by which the rule is made, has no second derivative of it, or no values",
+    ): "torch.func.vjp, which the rule calls, has no second derivative here",
 }

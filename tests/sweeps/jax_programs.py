@@ -1,9 +1,9 @@
-"""What the sweep over JAX differentiates: a table of arguments for each public function.
+"""The programs of the JAX sweep: a table of arguments for each public function.
 
-The functions are found by walking JAX's namespaces; this table says at which arguments each is
-differentiated, and which names have no derivative. A name that stands in neither is new in its
-version of JAX, and the sweep says so. Arguments keep away from kinks, poles, branch cuts and
-ties by more than a step of the finite differences.
+The functions are found by walking JAX's namespaces. The table lists the arguments at which each
+function is differentiated, and the names that have no derivative. The sweep reports a name that is
+in neither list as new in this version of JAX. Arguments are farther from kinks, poles, branch cuts
+and ties than a step of the finite differences.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NAMESPACES: dict[str, ModuleType] = {
     "nn": nn,
 }
 WRITTEN_FOR = (0, 10, 2)
-"""The version of JAX whose names the table knows."""
+"""The version of JAX for which the table of names is complete."""
 
 
 def _away(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
-    """Distinct numbers of either sign, `low` to `high` away from zero."""
+    """Return distinct numbers of either sign with absolute values between `low` and `high`."""
     n = int(np.prod(shape))
     sizes = low + (high - low) * (rng.permutation(n) + rng.uniform(0.3, 0.7, n)) / max(n, 1)
     return (rng.choice([-1.0, 1.0], n) * sizes).reshape(shape)
@@ -61,15 +61,15 @@ def _complex(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
-    "a": lambda rng, shape: _away(rng, shape, 0.25, 1.6),  # of either sign
-    "p": lambda rng, shape: np.abs(_away(rng, shape, 0.3, 1.8)),  # positive
-    "u": lambda rng, shape: _away(rng, shape, 0.15, 0.8),  # between -1 and 1
-    "i": lambda rng, shape: np.abs(_away(rng, shape, 0.15, 0.8)),  # between 0 and 1
-    "g": lambda rng, shape: 1.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # greater than 1
-    "l": lambda rng, shape: 2.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # greater than 2
-    "b": _between,  # away from integers and from halves
-    "s": lambda rng, shape: _spd(rng, *shape),  # symmetric and positive definite
-    "e": _near_eye,  # well-conditioned, with simple eigenvalues
+    "a": lambda rng, shape: _away(rng, shape, 0.25, 1.6),  # Of either sign.
+    "p": lambda rng, shape: np.abs(_away(rng, shape, 0.3, 1.8)),  # Positive.
+    "u": lambda rng, shape: _away(rng, shape, 0.15, 0.8),  # Between -1 and 1.
+    "i": lambda rng, shape: np.abs(_away(rng, shape, 0.15, 0.8)),  # Between 0 and 1.
+    "g": lambda rng, shape: 1.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 1.
+    "l": lambda rng, shape: 2.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 2.
+    "b": _between,  # Away from integers and half-integers.
+    "s": lambda rng, shape: _spd(rng, *shape),  # Symmetric positive definite.
+    "e": _near_eye,  # Well-conditioned matrices with simple eigenvalues.
     "c": _complex,
     "r": lambda rng, _: np.array([2.3, -1.6, 3.1]),  # for remainders
     "d": lambda rng, _: np.array([0.9, 0.7, -1.2]),
@@ -79,14 +79,14 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 
 @dataclass(frozen=True)
 class Case:
-    """One function with arguments, all of which are differentiated.
+    """One function with its arguments, which are all differentiated.
 
     Attributes:
-        f: Takes the arguments; what it closes over is constant.
+        f: The function of the arguments; closed-over values are constant.
         draws: For each argument a key of `DRAWS` and the shape, such as "a23"; "real" at the end
             where complex arguments make no sense.
         program: The name of the function, with its namespace.
-        sample: Which of the function's cases it is.
+        sample: The index among the cases of the function.
     """
 
     f: Callable[..., Any]
@@ -99,7 +99,7 @@ class Case:
         return [DRAWS[kind](rng, tuple(map(int, shape))) for kind, *shape in codes]
 
     def arguments(self, dtype: str) -> list[np.ndarray]:
-        """The arguments in float64 or complex128, the same in each run."""
+        """Return the arguments in float64 or complex128, which are equal in each run."""
         rng = np.random.default_rng(crc32(f"{self.program} {self.sample}".encode()))
         real = self._drawn(rng)
         if dtype == "float64" or any(np.iscomplexobj(x) for x in real):
@@ -108,7 +108,7 @@ class Case:
 
     @property
     def complex_only(self) -> bool:
-        """Whether its arguments are complex by themselves."""
+        """Return whether the arguments are always complex."""
         return "c" in {code[0] for code in self.draws.split()}
 
 
@@ -120,12 +120,12 @@ def _absent(*_: Any) -> Any:
 
 
 def case(program: str, draws: str, f: Callable[..., Any]) -> None:
-    """A function that needs other arguments besides, which f holds."""
+    """Register a case of a function; f closes over its other arguments."""
     cases = _TABLE.setdefault(program, [])
     cases.append(Case(f, draws, program, len(cases)))
 
 
-# Functions that are differentiated in all of their arguments: namespace, draws, names.
+# Functions that are differentiated with respect to all arguments: namespace, draws, names.
 PLAIN = """
 lax a3: abs asinh atan cbrt conj cos cosh erf erfc exp exp2 expm1 logistic neg reciprocal sign sin
     sinh square tan tanh bessel_i0e bessel_i1e
@@ -500,7 +500,7 @@ case("lax.fft", "a4 real", lambda x: lax.fft(x, "RFFT", (4,)))
 case("lax.fft", "a3 real", lambda x: lax.fft(x, "RFFT", (3,)))
 case("lax.fft", "c3", lambda x: lax.fft(x, "IRFFT", (4,)))
 
-# --- functions of functions --------------------------------------------------------------
+# --- functions that take functions -------------------------------------------------------
 
 case("lax.cond", "p a3 real", lambda p, x: lax.cond(p > 0, jnp.sin, jnp.exp, x))
 case("lax.switch", "a3", lambda x: lax.switch(1, [jnp.sin, jnp.exp, jnp.cos], x))
@@ -530,7 +530,7 @@ case(
     ),
 )
 
-# --- between the examples of a batch, as between devices ---------------------------------
+# --- collectives over the examples of a batch or over devices ----------------------------
 
 for _name, *_rest in (
     *(("psum",), ("pmean",), ("pmax",), ("pmin",), ("all_gather",), ("psum_scatter",)),
@@ -545,7 +545,7 @@ for _name, *_rest in (
 # --- names without a derivative ----------------------------------------------------------
 
 _NOT_HERE = {
-    "compositions of what other cases have": {
+    "compositions of functions in other cases": {
         "lax": "approx_min_k batch_matmul broadcast_like broadcast_to_rank collapse conv "
         "conv_with_general_padding dce_sink dynamic_index_in_dim dynamic_slice_in_dim "
         "dynamic_update_index_in_dim dynamic_update_slice_in_dim full full_like "
@@ -557,7 +557,7 @@ _NOT_HERE = {
         "put_along_axis resize rollaxis spacing unstack unwrap vectorize vsplit",
         "numpy.linalg": "tensorinv tensorsolve",
     },
-    "integers, booleans and texts": {
+    "integers, booleans and strings": {
         "lax": "argmax argmin axis_index axis_size bitcast_convert_type bitwise_and bitwise_not "
         "bitwise_or bitwise_xor clz eq ge gt is_finite le lt mulhi ne population_count reduce_and "
         "reduce_or reduce_xor shift_left shift_right_arithmetic shift_right_logical",
@@ -575,7 +575,7 @@ _NOT_HERE = {
         "numpy.linalg": "matrix_rank",
         "nn": "one_hot",
     },
-    "arrays are made, or read from elsewhere": {
+    "functions that create or load arrays": {
         "lax": "broadcasted_iota empty iota rng_bit_generator rng_uniform",
         "numpy": "arange bartlett blackman diag_indices diag_indices_from empty empty_like eye "
         "from_dlpack frombuffer fromfile fromiter fromstring hamming hanning identity indices ix_ "
@@ -584,7 +584,7 @@ _NOT_HERE = {
         "numpy.fft": "fftfreq rfftfreq",
         "scipy.special": "bernoulli",
     },
-    "the shape of the result hangs on the numbers": {
+    "the shape of the result depends on values": {
         "numpy": "intersect1d setdiff1d setxor1d union1d unique unique_all unique_counts "
         "unique_inverse unique_values trim_zeros",
     },
@@ -599,7 +599,7 @@ _NOT_HERE = {
     "between devices": {
         "lax": "pbroadcast pcast precv psend pvary ragged_all_to_all",
     },
-    "a derivative of another function, which has none itself": {
+    "derivatives of other functions, not differentiable themselves": {
         "lax": "igamma_grad_a random_gamma_grad",
     },
     "microscaling formats of accelerators": {"nn": "scaled_matmul"},
@@ -610,11 +610,11 @@ WITHOUT: dict[str, str] = {
     for space, names in spaces.items()
     for name in names.split()
 }
-"""Names that no case differentiates, and why."""
+"""Names that no case differentiates, with the reason."""
 
 
 def names() -> Iterator[str]:
-    """Every public function of the namespaces, with its namespace."""
+    """Yield every public function of the namespaces with its namespace."""
     for space, module in NAMESPACES.items():
         for name in dir(module):
             result = getattr(module, name)
@@ -624,18 +624,18 @@ def names() -> Iterator[str]:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """The cases of all functions that this version of JAX has."""
+    """Return the cases of all functions that this version of JAX has."""
     present = set(names())
     return tuple(case for name, result in _TABLE.items() if name in present for case in result)
 
 
 def unknown() -> list[str]:
-    """Names that the table does not have: new in this version of JAX."""
+    """Return names that the table does not contain, which are new in this version of JAX."""
     return [name for name in names() if name not in _TABLE and name not in WITHOUT]
 
 
 def takes_complex(case: Case) -> bool:
-    """Whether the function takes complex arguments."""
+    """Return whether the function supports complex arguments."""
     if case.draws.endswith(" real") or case.complex_only:
         return False
     try:

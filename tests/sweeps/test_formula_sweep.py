@@ -1,7 +1,7 @@
-"""The formula of every function of JAX's table and of PyTorch's: it agrees, or says why not.
+"""Formulas of all functions in the tables of JAX and PyTorch are right or refused with a reason.
 
-A formula is held against automatic differentiation before it is shown, so what comes back agrees.
-What is refused must be f's own doing, in words.
+`formula` compares a formula with automatic differentiation before it returns it. A refusal must be
+due to f and name the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradtools import GradtoolsError
 pytestmark = pytest.mark.slow
 
 OWN_DOING = (
-    "automatic differentiation of f fails",  # the framework has no derivative
+    "automatic differentiation of f fails",  # the framework does not support the derivative
     "formula: f contains a primitive without a derivative in JAX",
     "formula: f contains an operation with a forward rule only",
     "no value of f is finite at the arguments or near them",
@@ -31,7 +31,7 @@ GROUPS = 12
 
 
 def _outcome(gt, f, xs):
-    """What is said of f: "agrees", or why there is no formula."""
+    """Return "agrees" or the error message of `formula` for f."""
     try:
         found = gt.formula(f, *xs, argnums=tuple(range(len(xs))))
     except GradtoolsError as error:
@@ -74,13 +74,13 @@ def _of_torch(group):
 
 
 def _faults(found):
-    """What is said of those that do not agree, and is not f's own doing."""
+    """Return the errors that are not due to f, by name."""
     own = lambda said: said == "agrees" or any(re.search(text, said) for text in OWN_DOING)
     return {name: said for name, said in found.items() if not own(said)}
 
 
 def _collected(outcomes):
-    """One outcome for each name: the worst."""
+    """Return the worst outcome for each name."""
     found = {}
     for name, said in outcomes:
         if said != "agrees" or name not in found:

@@ -1,4 +1,4 @@
-"""The sweep over JAX: each function has JAX's own derivatives, and what is wrong is found."""
+"""The sweep over JAX finds JAX's own derivatives everywhere, and it detects planted errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_public_function_stands_in_the_table():
     assert {"lax.sin", "numpy.einsum", "numpy.linalg.svd", "nn.gelu"} <= set(names())
 
 
-# --- the sweep itself --------------------------------------------------------------------
+# --- tests of the sweep itself -----------------------------------------------------------
 
 
 def results(f, draws, **options):

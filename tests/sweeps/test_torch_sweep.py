@@ -1,8 +1,8 @@
-"""The sweep over all that PyTorch can differentiate, and that the sweep finds what is wrong.
+"""The sweep over everything that PyTorch can differentiate, and tests that it detects errors.
 
-`make test-all` takes one sample of each operator, module and custom operator in PyTorch's own
-tables, each operator through a third of the principal ways, in turn; the whole, behind the mark
-`sweep`, takes all ways, more samples and the in-place variants.
+`make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
+tables, with a third of the principal ways in turn for each operator. The mark `sweep` selects the
+whole sweep, with all ways, more samples and the in-place variants.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_missing_conjugate_is_found(monkeypatch):
 
 
 def test_a_frozen_function_that_loses_its_second_derivative_is_found(monkeypatch):
-    def mutant(G):  # the curvature of G itself is lost
+    def mutant(G):  # drops the second derivative of G itself
         def frozen(*xs):
             ys = G(*(x.detach() for x in xs))
             pushed = gt.linearize(G, *(x.detach() for x in xs))[1]
@@ -114,7 +114,7 @@ def test_an_error_counts_only_where_pytorch_has_a_number(monkeypatch):
     assert {o.result for o in outcomes} == {RAISED}
     assert len(faults(outcomes, {})) == len(outcomes)
     assert faults(outcomes, {("sin; mul; split; linalg*", "j?p"): "no"}) == []
-    assert len(faults((), {("sin", "jvp"): "it was wrong once"})) == 1
+    assert len(faults((), {("sin", "jvp"): "the cell used to be wrong"})) == 1
 
 
 def swept_one(f, ways):
@@ -128,4 +128,4 @@ def test_the_sweep_leaves_flags_and_random_stream_as_they_were():
     before = torch.get_rng_state()
     assert small("vjp")
     assert torch.equal(before, torch.get_rng_state())
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark  # may still be set
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark  # the flag can still be set

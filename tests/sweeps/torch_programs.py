@@ -1,11 +1,10 @@
-"""The programs of the PyTorch sweep: PyTorch's own databases, each sample as a pure function.
+"""The programs of the PyTorch sweep: samples from PyTorch's own databases as pure functions.
 
-They come with torch, in `torch.testing._internal`: `op_db` (operators), `custom_op_db`
+`torch.testing._internal` contains the databases: `op_db` (operators), `custom_op_db`
 (`torch.library.custom_op`), `autograd_function_db` (`torch.autograd.Function`) and `module_db`
-(`torch.nn`). A sample becomes a function f of its differentiated tensors, which returns a tuple of
-its differentiable outputs and changes nothing: random streams are seeded within a call and put
-back, tensors that the operation writes into are copied first, so that f may be evaluated as often
-as an oracle likes.
+(`torch.nn`). A sample becomes a function f of its differentiated tensors that returns a tuple of
+its differentiable outputs and has no side effects: each call seeds and restores the random state
+and copies tensors that the operation overwrites, so f can be evaluated repeatedly.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-_FEW = 600  # entries of inputs and outputs: a sample of more is passed over if there is another
+_FEW = 600  # number of input and output entries; larger samples are used only if no other exists
 _MANY = 20_000
-_LARGE = 1e3  # entries: beyond, little is left of a finite difference
-_LOOKED_AT = 24  # samples of one operator
+_LARGE = 1e3  # Larger numbers leave too few digits for finite differences.
+_LOOKED_AT = 24  # Maximum number of samples of one operator.
 _SEED = 20
 
 
 @dataclass(frozen=True, eq=False)
 class TableProgram:
-    """One sample of one entry of a table, as a function of what is differentiated.
+    """One sample of a table entry as a function of the differentiated tensors.
 
     Attributes:
-        name: As the table has it, with the variant: "add, in place".
-        dtype: Of the differentiated tensors.
-        sample: Its number among the table's samples.
-        f: From the primals to the tuple of its differentiable outputs.
+        name: The name in the table with the variant, such as "add, in place".
+        dtype: The dtype of the differentiated tensors.
+        sample: The index among the samples of the table.
+        f: Maps the primals to the tuple of differentiable outputs.
         primals: Detached tensors.
-        random: Whether f draws random numbers (from a seed of its own).
-        alone: Whether f acts on every entry by itself, all tensors of one shape.
+        random: Whether f draws random numbers from a fixed seed.
+        alone: Whether f is elementwise and all tensors have one shape.
     """
 
     name: str
@@ -73,7 +72,7 @@ class TableEntry:
 def entries(
     tables: Iterable[str] = tuple(TABLES), variants: Iterable[str] = (FUNCTION,)
 ) -> list[TableEntry]:
-    """What the tables hold, in their order."""
+    """Return the entries of the tables in their order."""
     result = []
     for table in tables:
         for info in _table(table):
@@ -84,7 +83,7 @@ def entries(
 
 
 def operator_tables(name: str) -> Any:
-    """A module with tables of PyTorch's own tests (OpInfo). It needs the packages of the tests."""
+    """Import a module with tables of PyTorch's own tests (OpInfo), which needs their packages."""
     return import_module(f"torch.testing._internal.{name}")
 
 
@@ -103,7 +102,7 @@ def _table(name: str) -> Any:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """PyTorch's test utilities freeze the backends' flags for the process; here they do not."""
+    """Undo that PyTorch's test utilities freeze the flags of backends for the process."""
     import torch
 
     flags: Any = torch.backends.flags_frozen  # type: ignore[attr-defined]
@@ -134,7 +133,7 @@ def _has(table: str, info: Any, variant: str) -> bool:
 def programs(
     entry: TableEntry, dtype: str = "float64", most: int = 1
 ) -> tuple[list[TableProgram], str]:
-    """At most so many programs of an entry; and, if there is none, why."""
+    """Return at most `most` programs of an entry, and the reason if there is no program."""
     import torch
 
     with _seeded(zlib.crc32(entry.name.encode())), warnings.catch_warnings():
@@ -147,11 +146,11 @@ def programs(
 
 
 class _Nothing(Exception):
-    """Why an entry has no program."""
+    """The reason why an entry has no program."""
 
 
 def _chosen(found: list[tuple[bool, int, TableProgram]], most: int) -> list[TableProgram]:
-    """Those of moderate numbers with a nonzero gradient first, then small ones, in order."""
+    """Prefer programs with moderate numbers and a nonzero gradient, then small programs."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
     return sorted((program for _, _, program in order[:most]), key=lambda p: p.sample)
@@ -159,7 +158,7 @@ def _chosen(found: list[tuple[bool, int, TableProgram]], most: int) -> list[Tabl
 
 @contextmanager
 def _seeded(seed: int = _SEED) -> Iterator[None]:
-    """Within, random numbers come from this seed; afterwards the stream is where it was."""
+    """Seed the random number generator in a block and restore its state afterwards."""
     import torch
 
     before = torch.get_rng_state()
@@ -177,7 +176,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
     op = entry.info
     claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     if not claimed or dtype not in op.dtypes:
-        raise _Nothing("the table has no derivative of it, or none in this dtype")
+        raise _Nothing("the table declares no derivative in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
@@ -187,7 +186,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
             continue
         try:
             result += _of_sample(entry, number, sample, dtype)
-        except Exception as error:  # the framework's own
+        except Exception as error:  # an error of the framework
             why = f"{type(error).__name__}: {error}"[:160]
         if sum(good and size <= _FEW for good, size, _ in result) >= most:
             break
@@ -213,10 +212,11 @@ def _of_sample(
 
     def whole(tree: Any) -> Any:
         x, args, kwargs = tree
-        if entry.table == "autograd_function_db":  # further outputs are for its own rules
+        # the other outputs are only for the Function's own rules
+        if entry.table == "autograd_function_db":
             out = call(x, *args, **kwargs)
             return out[0] if isinstance(out, tuple | list) else out
-        if entry.table == "custom_op_db":  # its wrappers are of another signature
+        if entry.table == "custom_op_db":  # the wrappers of custom operators have another signature
             return call(x, *args, **kwargs)
         return sample.output_process_fn_grad(op.gradcheck_wrapper(call, x, *args, **kwargs))
 
@@ -268,7 +268,7 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
 
     info = entry.info
     if dtype not in info.dtypes:
-        raise _Nothing("the table does not have it in this dtype")
+        raise _Nothing("the table has no sample in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):
@@ -325,7 +325,7 @@ def _of_module_input(
     return [(good, sum(x.numel() for x in primals), program)]
 
 
-# --- purity -------------------------------------------------------------------------------------
+# --- pure functions -----------------------------------------------------------------------------
 
 
 def _is_primal(x: Any) -> bool:
@@ -335,7 +335,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """`(f, primals, whether random, whether its numbers serve an oracle)`, or None."""
+    """Return f, its primals, whether f is random, whether its values are moderate; or None."""
     import torch
 
     from gradtools.torch import _upstream as upstream

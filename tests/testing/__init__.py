@@ -1,1 +1,1 @@
-"""What users' own tests are given, and faults planted in what they pass."""
+"""Tests of gradtools.testing, and faults injected into users' functions."""

@@ -1,4 +1,4 @@
-"""Healthy pairs: `cross_check` reports nothing on programs that agree."""
+"""`cross_check` reports nothing for pairs of programs that agree."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_a_pair_of_native_programs_agrees(name):
 @pytest.mark.sampled(3, 24)
 @pytest.mark.parametrize(
     "scenario",
-    [s for s in scenarios() if s.name != "a sum that overflows"],  # it has no finite value
+    # this scenario has no finite value
+    [s for s in scenarios() if s.name != "a sum that overflows"],
     ids=lambda scenario: scenario.name,
 )
 def test_a_scenario_agrees_in_both_frameworks(scenario):

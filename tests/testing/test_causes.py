@@ -1,4 +1,4 @@
-"""cross_check names the cause of mistakes planted in ports, in either framework."""
+"""cross_check names the cause of bugs planted in ports, in either framework."""
 
 from __future__ import annotations
 

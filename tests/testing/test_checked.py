@@ -1,4 +1,4 @@
-"""`checked`: what it compares, skips and leaves as it was, in both frameworks."""
+"""Comparisons, skips and side effects of `checked` in both frameworks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACED = "traced values (jit, vmap, compile)"
 
 
 def _wrong(gt):
-    """A rule whose bwd is wrong."""
+    """Return a custom rule with a wrong bwd."""
 
     @gt.custom_rule
     def wrong(x):
@@ -89,7 +89,8 @@ def test_the_rows_of_a_batch_are_compared_one_by_one(gt):
         for mode in ("forward", "reverse"):
             gt.jacobian(lambda x: x**3, mode=mode)(x)
         gt.per_example_grad(lambda w, x: (w * x**2).sum())(x, gt.asarray(X))
-    assert report.compared == 3 + 1 + 4  # tangents, one pullback, examples
+    # three tangents, one pullback and four examples were compared
+    assert report.compared == 3 + 1 + 4
     assert not report.skipped
 
 

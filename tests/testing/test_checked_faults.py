@@ -1,8 +1,8 @@
-"""Planted faults, each of which `checked` names: operator, argument, line, and what is wrong.
+"""Planted faults that `checked` must report with operator, argument, line and cause.
 
-The faults come from programs that people wrote: autograd.Functions and rules whose derivative is
-not that of their values, hooks, data that leave the framework, and wrong formulas of PyTorch. The
-first tables are written once for both frameworks, the next ones for one.
+The faults come from public programs: autograd.Functions and rules with a wrong derivative, hooks,
+data that leaves the framework, and wrong formulas of PyTorch. The first tables cover both
+frameworks, the later tables only one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def torch_and_gt():
     return torch, gt
 
 
-# --- every operator, with a rule whose derivative is wrong; in both frameworks
+# --- every operator with a wrong custom rule, in both frameworks
 
 
 class Rules:
-    """Wrong rules of one framework: reverse, forward, and of a kernel."""
+    """Wrong rules of one framework: a reverse rule, a forward rule and the rule of a kernel."""
 
     def __init__(self, gt: Any) -> None:
         xp = gt.xp
@@ -58,7 +58,7 @@ class Rules:
         self.kernel.defvjp(lambda x: (self.kernel(x), x), lambda x, ct: (ct * xp.sin(x),))
 
 
-OPERATORS = {  # the first word is the operator, the text after "at" the argument
+OPERATORS = {  # keys start with the operator and name the argument after "at"
     "grad": lambda gt, r, x: gt.grad(total(r.rule))(x),
     "jvp": lambda gt, r, x: gt.jvp(r.forward, (x,), (x,)),
     "grad of a kernel": lambda gt, r, x: gt.grad(total(r.kernel))(x),
@@ -115,11 +115,11 @@ def test_a_derivative_of_the_frameworks_own_names_the_part(part, gt, backend_nam
     _check(run, part, "leaf 0", "")
 
 
-# --- functions with a wrong derivative, as people write them in either framework
+# --- functions with a wrong derivative, as written in either framework
 
 
 def native(backend: str, forward: Any, backward: Any, name: str) -> Any:
-    """A torch.autograd.Function or jax.custom_vjp of several arrays, which it saves."""
+    """Return a torch.autograd.Function or jax.custom_vjp of several arrays that saves them."""
     if backend == "jax":
         import jax
 
@@ -145,7 +145,7 @@ def native(backend: str, forward: Any, backward: Any, name: str) -> Any:
 
 
 def _solved(x: Any, steps: int) -> list[Any]:
-    """dy/dt = -y^2 to time 1, by Euler's method."""
+    """Solve dy/dt = -y^2 up to time 1 by Euler's method."""
     ys = [x]
     for _ in range(steps):
         ys.append(ys[-1] - 0.01 * ys[-1] ** 2)
@@ -153,7 +153,7 @@ def _solved(x: Any, steps: int) -> list[Any]:
 
 
 def _adjoint(xp: Any, g: Any, x: Any) -> Any:
-    """Its adjoint, with too few steps."""
+    """Return the gradient by the adjoint method with too few steps."""
     for y in reversed(_solved(x, 80)):
         g = g * (1 - 0.02 * y)
     return (g,)
@@ -186,7 +186,7 @@ def test_a_function_with_a_wrong_derivative_is_named(name, gt, backend_name):
     _check(run, "grad", argument, f"{kind}{name}")
 
 
-# --- PyTorch: hooks, and data that leave the framework
+# --- PyTorch: hooks, and data that leaves the framework
 
 
 def _hooked(hook: Any) -> Any:
@@ -204,7 +204,7 @@ def _module_hook(torch: Any) -> Any:
     return lambda x: net(x).square().sum()
 
 
-TORCH = {  # by what is blamed
+TORCH = {  # grouped by the culprit that the error names
     "a hook (test_checked_faults.py:": lambda torch: _hooked(lambda g: 2 * g),
     "a hook": lambda torch: _hooked(lambda g: g.clamp(-0.1, 0.1)),
     "a backward hook": _module_hook,
@@ -241,7 +241,7 @@ def test_a_hook_of_a_parameter_is_named(torch_and_gt):
     _check(run, "grad", "argument 0['bias']", "A parameter has a hook (test_checked_faults.py:")
 
 
-# --- PyTorch: what is lost at second order, and wrong formulas of its own
+# --- PyTorch: lost second derivatives and wrong formulas of PyTorch itself
 
 
 def _under_no_grad(torch: Any, g: Any, x: Any) -> Any:
@@ -283,7 +283,7 @@ def _lossy(forward: Any, backward: Any) -> Any:
     return made
 
 
-LOST = {  # the name of a Function, or a sentence on a hook
+LOST = {  # the name of a Function or a sentence about a hook
     "NoGrad": _lossy(lambda torch, x: x**3, _under_no_grad),
     "Detached": _lossy(lambda torch, x: x**3, lambda torch, g, x: 3 * x.detach() ** 2 * g),
     "ByNumpy": _lossy(
@@ -303,7 +303,7 @@ def test_what_is_lost_at_second_order_is_named(name, torch_and_gt):
     _check(twice, "grad", "argument 0", "a hook" if "hook" in name else f"Function {name}")
 
 
-FORMULAS = {  # wrong formulas of PyTorch, at a matrix
+FORMULAS = {  # wrong formulas of PyTorch for a matrix argument
     "linalg.solve, torch#192540": lambda torch, A: torch.linalg.solve(A, A @ A),
     "logdet, torch#192540": lambda torch, A: torch.logdet(A @ A.T),
     "cholesky_inverse, torch#196682": lambda torch, A: torch.cholesky_inverse(A),

@@ -1,6 +1,7 @@
-"""Healthy programs that pass in `checked`: no edit, stop, kink, draw or precision is an error.
+"""`checked` raises no error for healthy programs: edits, stops, kinks, random draws, low precision.
 
-The first table is written once for both frameworks, the next ones for one; then the stories run.
+The first table covers both frameworks, the next tables one framework each; the last test runs the
+stories.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ for _name, _way in _WAYS.items():
     both(_name, lambda gt, way=_way: way(gt, gt.asarray(X), lambda x: gt.xp.sin(x) * x))
 
 
-# --- what is meant to differ
+# --- intended differences from the derivative of the values
 
 
 def _rule(gt: Any) -> Any:
@@ -127,7 +128,7 @@ for _name, _f in _MEANT.items():
             )(gt.asarray(X)),
         )
 
-# --- precision: nothing is raised where the values are too coarse to tell
+# --- precision: no error if the values are too coarse for a decision
 
 for _dtype in ("float32", "float16", "bfloat16"):
     for _name in ("sin", "a softmax", "a variance", "an absolute value", "large values"):
@@ -151,7 +152,7 @@ def test_a_program_passes(program, gt):
     _in_checked(program.program, gt)
 
 
-# --- each framework's own ways
+# --- idioms of one framework
 
 
 def _no_grad_block(gt, torch, x):
@@ -266,7 +267,7 @@ def test_a_program_of_one_framework_passes(name, program):
     _in_checked(program, gt, framework, gt.asarray(X))
 
 
-# --- stories: programs that people wrote in public
+# --- stories from public programs
 
 
 OF_NAN = (
@@ -279,7 +280,7 @@ OF_NAN = (
 
 
 def _stories() -> list[Any]:
-    """The stories but for those whose point is a gradient of NaN."""
+    """Return the stories except for the stories about NaN gradients."""
     if "jax" not in gradtools.available_backends():
         return []
     from tests.stories.test_jax import STORIES

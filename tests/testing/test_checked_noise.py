@@ -1,6 +1,6 @@
-"""Right autograd.Functions at kinks, ties, masks and in coarse dtypes are no error of `checked`.
+"""`checked` accepts correct autograd.Functions at kinks and ties and in low precision.
 
-The table is a part of a sweep of 58 functions at 12 points in four dtypes, by three operators.
+The table is part of a sweep of 58 functions at 12 points in four dtypes with three operators.
 """
 
 from __future__ import annotations

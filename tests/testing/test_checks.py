@@ -1,4 +1,4 @@
-"""check_derivatives and check_rule pass what is right and name what is wrong."""
+"""check_derivatives and check_rule accept correct programs and name errors in wrong ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW, SINGLE = X[0], X.astype(np.float32)
 
 
 def refused(check, *args, **kwargs):
-    """The report of a check that fails."""
+    """Return the report of a failing check."""
     with pytest.raises(AgreementError) as caught:
         check(*args, **kwargs)
     return caught.value.report
@@ -27,7 +27,7 @@ def quantities(report):
     return {c.quantity for c in report}
 
 
-# --- what is right passes
+# --- correct programs pass
 
 
 def centred(gt, x):
@@ -35,7 +35,7 @@ def centred(gt, x):
     return (away / gt.xp.sqrt(gt.xp.mean(away**2, axis=1, keepdims=True))).sum()
 
 
-HEALTHY = {  # the program, and its arguments
+HEALTHY = {  # the program and its arguments
     "a layer": (lambda gt, x, w: gt.xp.tanh(x @ w), X, Y.T),
     "a layer in float32": (lambda gt, x, w: gt.xp.tanh(x @ w), SINGLE, Y.T.astype(np.float32)),
     "a pytree with an integer": (
@@ -43,7 +43,7 @@ HEALTHY = {  # the program, and its arguments
         {"x": X, "y": np.float64(2)},
         np.int64(3),
     ),
-    "the end of a domain": (lambda gt, x: gt.xp.log(x).sum(), np.array([1e-9, 1.0, 100.0])),
+    "the boundary of a domain": (lambda gt, x: gt.xp.log(x).sum(), np.array([1e-9, 1.0, 100.0])),
     "complex, not holomorphic": (
         lambda gt, z: (z * z * gt.xp.conj(z)).sum() + gt.xp.abs(z).sum(),
         X + 1j * Y,
@@ -52,10 +52,10 @@ HEALTHY = {  # the program, and its arguments
     "tiny numbers": (lambda gt, x: (x**3).sum(), 1e-9 * X),
     "huge numbers": (lambda gt, x: (x**3).sum(), 1e9 * X),
     "an unused argument": (lambda gt, x, y: x**2 + 0, X, Y),
-    "zero but for rounding": (centred, X),
+    "zero up to rounding": (centred, X),
     "kinks of many outputs": (lambda gt, x: gt.xp.clip(x, -1, 1), np.array([1.0, -1.0, 0.5, 3.0])),
     "a kink of the gradient": (lambda gt, x: gt.xp.abs(x) * x, np.array([0.0, 1.0, 0.0])),
-    "a kink beside a large constant": (
+    "a kink plus a large constant": (
         lambda gt, x: 1e3 + 1e-6 * gt.xp.abs(x).sum(),
         np.array([0.0, 1.0, -2.0]),
     ),
@@ -93,12 +93,12 @@ def test_a_kink_under_foot_takes_any_slope_between(gt):
     assert report and all(c.cause == "a kink" for c in report.conventions)
 
 
-# --- what is wrong is named
+# --- errors are named
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A program with a wrong derivative: the first comparison that fails, its leaf and cause."""
+    """A program with a wrong derivative, and the first failing comparison with leaf and cause."""
 
     f: Any
     args: tuple[Any, ...]
@@ -109,7 +109,7 @@ class Wrong:
 
 
 def ruled(gt, fun, bwd=None, jvp=None):
-    """A custom rule that saves its arguments."""
+    """Return a custom rule that saves its arguments as residuals."""
     f = gt.custom_rule(fun)
     if jvp:
         f.defjvp(jvp)
@@ -178,7 +178,7 @@ WRONG = {
         "the derivative is not finite",
         "output by argument 0",
     ),
-    "beside the edge of a domain": Wrong(
+    "next to the edge of a domain": Wrong(
         lambda gt: lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0),
         (np.array([0.0, 1.0, 4.0]),),
         FORWARD,
@@ -201,7 +201,7 @@ def test_a_wrong_derivative_is_named(gt, name):
 
 
 def wrong_at_second_order(backend_name):
-    """x -> exp(x) whose rule saves its output, detached."""
+    """Return exp with a rule that saves its output detached, so second derivatives are wrong."""
     if backend_name == "torch":
         import torch
 
@@ -235,18 +235,18 @@ def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_
     assert first.cause.startswith("correct at first order, wrong at second order")
 
 
-# --- where finite differences cannot decide
+# --- cases that finite differences cannot decide
 
 HILBERT = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
 UNDECIDED = {
     "the edge of a domain": (lambda gt, x: gt.xp.sqrt(x), np.array([0.0, 1.0])),
-    "a slope that drowns in rounding": (lambda gt, x: x.sum() + 1e17, np.ones(2)),
-    "another function in smaller steps": (
+    "a slope below the rounding error": (lambda gt, x: x.sum() + 1e17, np.ones(2)),
+    "a different function at smaller steps": (
         lambda gt, a, b: gt.xp.linalg.solve(a, b[:, None]),
         HILBERT,
         X.ravel()[:6],
     ),
-    "a stop that drowns in rounding": (
+    "a stopped term below the rounding error": (
         lambda gt, x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum(),
         SINGLE[0],
     ),
@@ -257,7 +257,7 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_finite_differences_cannot_decide_is_said(gt, name):
     f, *args = UNDECIDED[name]
-    seed = 2 if "stop" in name else 0  # another direction tells that it is wrong
+    seed = 2 if "stop" in name else 0  # the directions of seed 0 would reveal the stopped gradient
     report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1, seed=seed)
     undecided = [x for x in report.left_out if "finite differences cannot decide" in x]
     assert report and undecided
@@ -272,7 +272,7 @@ def test_two_modes_whose_products_are_nan_are_said_not_to_be_compared(gt):
     assert len(said) == 1
 
 
-# --- slopes, against closed forms
+# --- the finite-difference derivative against closed forms
 
 
 @pytest.mark.parametrize("eps", [2.0**-52, 2.0**-23])

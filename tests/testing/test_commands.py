@@ -1,4 +1,4 @@
-"""`gradtools cross-check`."""
+"""The command `gradtools cross-check`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROGRAMS = """
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """A module of programs in the working directory."""
+    """Write a module of programs into the working directory."""
     (tmp_path / "ported.py").write_text(textwrap.dedent(PROGRAMS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

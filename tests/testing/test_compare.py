@@ -1,4 +1,4 @@
-"""`cross_check`: what it takes, what it compares, what it leaves as it was."""
+"""Arguments, comparisons and side effects of `cross_check`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def paths(report, quantity: str) -> list[str]:
     return [c.path for c in report if c.quantity == quantity]
 
 
-# --- what is compared
+# --- compared quantities
 
 
 def test_order_chooses_what_is_compared():
@@ -160,7 +160,7 @@ def test_the_cross_check_touches_no_grad_and_no_random_state():
 
 
 def module_in_jax(module: torch.nn.Linear):
-    """The same layer as a triple."""
+    """Return the same layer in JAX as (apply, params, state)."""
     params = {"weight": module.weight.detach().numpy(), "bias": module.bias.detach().numpy()}
     apply = lambda p, state, x: (x @ p["weight"].T + p["bias"], state)
     return apply, {name: jnp.asarray(x) for name, x in params.items()}, {}
@@ -228,7 +228,7 @@ def test_where_parameters_differ_nothing_else_is_compared_and_the_advice_is_righ
     assert check((Ported(), copied) if kind == "linen" else copied, mapping=mapping)
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_where_an_output_is_an_integer_on_one_side_no_derivative_is_compared():
     report = cross_check(torch=ours, jax=theirs, args=(X,), raises=False)
     assert "output[where]" in paths(report, "value")
     assert {c.path for c in report.disagreements} <= {"output[where]"}
-    assert quantities(report) == ["dtype", "value"]  # what is no number has no derivative
+    assert quantities(report) == ["dtype", "value"]  # an integer output has no derivative
 
 
 def test_a_parameter_that_one_model_has_is_constant_and_named():

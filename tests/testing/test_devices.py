@@ -1,4 +1,4 @@
-"""The device of a run is chosen in one place, by one name for both frameworks."""
+"""The device of a test run is selected in one place by one name for both frameworks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_absent_device_is_refused_and_those_that_are_there_are_named(backend_
 
 @pytest.mark.sweep_at("jax")
 def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
-    """On PyTorch's meta device, which any machine has, an array made elsewhere would be refused."""
+    """On PyTorch's meta device, which every machine has, an array on another device would raise."""
     if backend_name == "jax":
         return on_the_second_of_two_devices()
     import torch
@@ -41,7 +41,7 @@ def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
 
 
 def on_the_second_of_two_devices() -> None:
-    """JAX makes several devices of one processor, if asked before it starts."""
+    """JAX simulates several CPU devices if a flag is set before its import."""
     found = subprocess.run(
         [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=300, check=False,
         cwd=Path(__file__).parents[2],

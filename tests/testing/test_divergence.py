@@ -1,4 +1,4 @@
-"""first_divergence names both lines of a planted mistake, and blames no right port."""
+"""first_divergence names both lines of a planted bug and reports nothing for correct ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def number_of(text, lines):
 
 
 def lines_in(place, folder):
-    """The lines of a place that are in the port's own files, innermost first."""
+    """Return the lines of a location that are in the port's own files, innermost first."""
     return [line.line for line in place.lines if line.file.startswith(str(folder))]
 
 

@@ -1,8 +1,9 @@
-"""Faults planted in the user's function, at every call in turn: what is left afterwards?
+"""Faults injected into each call of the user's function must leave no state behind.
 
-Each operator is used on a function of which one call raises, is interrupted or runs out of memory.
-The fault reaches the user, and the process, the arguments and their `.grad` are bit for bit as
-they were; and the same use, healthy, then gives what it gave before, so nothing kept is poisoned.
+Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
+one of its calls. The fault must reach the user, and the process state, the arguments and their
+`.grad` must be bitwise unchanged. Afterwards the same use without a fault must return its earlier
+result, so no cache is corrupted.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import bits, changes, everything
 
 TEXT = "planted by the test"
-MOST = 6  # a function that is called more often is broken at its first calls and at its last
+MOST = 6  # functions that are called more often fail in their first calls and in the last
 
 
 class Planted(Exception):
-    """What the user's function raises; no framework knows it."""
+    """The error of the user's function, of a class that no framework handles."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a call raises, by backend, and what may reach the user in its place."""
+    """A fault: its name and the exception that it raises in each backend."""
 
     name: str
     make: Callable[[str], BaseException]
@@ -56,9 +57,9 @@ FAULTS = (
 
 
 def counted(gt: Any, at: int = -1, error: BaseException | None = None) -> tuple[Any, Any]:
-    """A part that raises at its call number `at`, and what tells how often it was called.
+    """Return a `part` that raises in call number `at`, and a function that returns its calls.
 
-    The counter is one that nobody can put back, as operators do with what f closes over.
+    The counter cannot be reset, unlike closed-over state that operators restore.
     """
     calls, plain = itertools.count(), healthy(gt)
 
@@ -90,7 +91,7 @@ def here(use: Use, backend: str) -> None:
 
 
 def cause_of(error: BaseException) -> list[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Return the error, its cause, and so on along the chain."""
     found: list[BaseException] = []
     nexts: BaseException | None = error
     while nexts is not None and nexts not in found:
@@ -99,7 +100,7 @@ def cause_of(error: BaseException) -> list[BaseException]:
     return found
 
 
-# --- the table ----------------------------------------------------------------------------
+# --- the table of uses --------------------------------------------------------------------
 
 
 def test_every_public_name_has_a_use(gt):
@@ -129,7 +130,7 @@ def test_a_fault_at_any_call_reaches_the_user_and_leaves_nothing_behind(
 
 
 def same(gt: Any, found: Any, expected: list[np.ndarray]) -> bool:
-    """Whether a use returned these very bits."""
+    """Return whether a result equals the expected arrays bit by bit."""
     return [x.tobytes() for x in leaves(gt, found)] == [e.tobytes() for e in expected]
 
 
@@ -139,17 +140,17 @@ def chosen(count: int) -> list[int]:
 
 
 def outcome(use: Use, w: World) -> Any:
-    """What a use raises, or returns."""
+    """Return the result of a use, or the exception that it raises."""
     try:
         return use.run(w)
-    except BaseException as error:  # an interrupt is among what is planted
+    except BaseException as error:  # the planted faults include KeyboardInterrupt
         return error
 
 
 def reaches(found: Any, planted: BaseException) -> bool:
-    """Whether the user is told: by the very error, or by one that carries its text.
+    """Return whether the fault reaches the user as the same error or as text in another error.
 
-    `measure` tells by a note why f has no derivative.
+    `measure` reports it in a note about the missing derivative.
     """
     if isinstance(planted, KeyboardInterrupt):
         return isinstance(found, KeyboardInterrupt)

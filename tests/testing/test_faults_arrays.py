@@ -1,8 +1,8 @@
-"""Unusual arrays in every operator: what is odd about one entry stays in it, views are no matter.
+"""Unusual arrays in every operator: special values affect only their entry, and views work.
 
-Values: NaN, infinities, the largest and smallest numbers stand in one entry, and all others of the
-result are bit for bit those without it. Layouts: a view gives what a copy of it gives, and the
-memory behind it is left alone. What cannot be done is refused, in the words that are given here.
+Values: one entry is NaN, infinite, very large or very small, and all other entries of the result
+must be bitwise unchanged. Layouts: a view must have the same result as its copy, and the memory
+behind the view must not change. Unsupported cases must raise the errors listed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHED = ("per_example_grad", "chunked", "microbatched_value_and_grad", "vmap",
 
 
 def used(use: Use, gt: Any, x: Any) -> list[np.ndarray]:
-    with np.errstate(all="ignore"):  # of NumPy's kernels, which warn of NaN
+    with np.errstate(all="ignore"):  # NumPy's kernels warn about NaN
         return leaves(gt, use.run(World(gt, healthy(gt), x)))
 
 
@@ -82,9 +82,13 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 
 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
-    """What splits a batch says that there is none; vmap and gather are the framework's own."""
+    """Operators that split a batch raise an error for an empty batch.
+
+    vmap and all_gather are the framework's own functions, and `chunked` returns an empty array.
+    """
     found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
-    if use.public == "chunked" and shape != "()":  # as f of an empty array
+    # chunked returns an empty array for an empty batch
+    if use.public == "chunked" and shape != "()":
         assert tuple(found.shape) == EMPTY[shape].shape
         return
     if "vmap" in use.name or use.public == "all_gather":

@@ -1,4 +1,4 @@
-"""In many threads at once each operator returns what it returns alone."""
+"""Each operator returns the same result in many concurrent threads as in one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import changes, everything
 from tests.testing.test_faults import here
 
-THREADS = {"torch": 8, "jax": 3}  # each of JAX's calls compiles
+THREADS = {"torch": 8, "jax": 3}  # JAX compiles in each call, so it gets fewer threads
 LONG = (
     "frozen",
     "frozen: second order",
@@ -43,7 +43,7 @@ def test_many_threads_at_once_each_get_what_they_would_alone(use: Use, gt, backe
 
 
 def assert_near(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    """The same but for the last bits, which PyTorch's kernels round by how memory is aligned."""
+    """Compare up to the last bits, because PyTorch's kernels round differently by alignment."""
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         if a.dtype.kind in "US":

@@ -1,4 +1,4 @@
-"""Planted faults: `cross_check` finds each, and names it."""
+"""`cross_check` finds and names each planted fault."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ CASES = []
 
 
 def fault(quantity: str, cause: str, torch: Any, jax: Any, *args: Any, says: str = "") -> None:
-    """Adds two programs that disagree at some arrays, `X` unless others are given.
+    """Register two programs that disagree at some arrays, by default at `X`.
 
-    quantity: Where they disagree first. cause: The cause that is named. says: A part of the text.
+    quantity: The first quantity that differs. cause: The expected cause. says: A part of the text.
     """
     programs = {"torch": torch, "jax": jax, "args": args or (X,)}
     CASES.append(pytest.param(quantity, cause, programs, says, id=f"{quantity}: {cause[:40]}"))
 
 
 def torch_rule(forward: Callable, backward: Callable, jvp: Callable | None = None) -> Callable:
-    """A torch function of several arrays with its own derivative."""
+    """Return a PyTorch function of several arrays with the given derivative."""
 
     class Ruled(torch.autograd.Function):
         @staticmethod
@@ -217,7 +217,7 @@ def test_a_factor_of_the_gradient_explains_the_loss():
 
 
 def lstm_in_jax(gates):
-    """A recurrent layer with PyTorch's parameters, whose gates are in this order."""
+    """Return a recurrent layer with PyTorch's parameters and the gates in the given order."""
 
     def apply(p, state, x):
         h = c = jnp.zeros((x.shape[0], 3))

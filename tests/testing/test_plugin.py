@@ -1,4 +1,4 @@
-"""The pytest plugin, by running pytest inside pytest."""
+"""Tests of the pytest plugin that run pytest inside of pytest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from gradtools.testing import plugin, pytest_entry
 pytest_plugins = ["pytester"]
 BOTH = gradtools.available_backends() == ("torch", "jax")
 needs_both = pytest.mark.skipif(not BOTH, reason="needs torch and jax")
-for backend in gradtools.available_backends():  # pytester forgets what is first imported inside
+# pytester unloads modules that are first imported inside of a run
+for backend in gradtools.available_backends():
     importlib.import_module(f"gradtools.{backend}")
 LOADED = ("-p", "gradtools.testing.plugin", "-p", "no:cacheprovider")
 
 
 def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
-    """Runs a file of tests in this process, where the frameworks are loaded already."""
+    """Run a file of tests in this process, where the frameworks are already imported."""
     pytester.makepyfile(source)
     return pytester.runpytest_inprocess(*LOADED, *options)
 
@@ -88,7 +89,8 @@ def test_the_fixture_cross_check_is_the_function(pytester):
 
 
 def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others' plugins import things
+    # plugins of other packages import heavy modules
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
         import sys
@@ -103,7 +105,8 @@ def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester,
     )
     found = pytester.runpytest_subprocess(*LOADED)
     found.assert_outcomes(passed=1)
-    after_the_header = found.stdout.str().split("collected 1 item")[1]  # which lists plugins
+    # the header of pytest lists the plugins
+    after_the_header = found.stdout.str().split("collected 1 item")[1]
     assert "gradtools" not in after_the_header.replace("_gradtools", "")
 
 

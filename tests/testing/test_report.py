@@ -1,4 +1,4 @@
-"""The record of a comparison, the report, the tolerances, and what importing them brings in."""
+"""Records of comparisons, reports, tolerances, and the imports of the package."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_the_table_does_not_have_is_refused(dtype, order, says):
         tolerance(dtype, order)
 
 
-# --- the package
+# --- imports of the package
 
 
 def fresh(program: str) -> str:

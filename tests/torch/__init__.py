@@ -1,1 +1,1 @@
-"""Of the PyTorch wing alone."""
+"""Tests of the PyTorch backend only."""

@@ -1,7 +1,8 @@
-"""Healthy training losses of PyTorch modules, in which why_zero finds nothing, and planted terms.
+"""Healthy losses of PyTorch modules, for which why_zero reports nothing, and planted bugs.
 
-A healthy function makes a closure that computes the loss, and the model that it trains. A planted
-one is a term of a loss of the logits, with the kinds of its findings and whether all is lost.
+A healthy function returns a closure that computes the loss, and the model. A planted bug is a term
+of a loss of the logits with the expected kinds of findings and a flag that is True if the whole
+gradient is lost.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ for _name, _make in {
 
 
 class Stateful(nn.Module):
-    """Keeps a state from call to call: in an attribute, a buffer, a list or a dict."""
+    """A module that stores state between calls in an attribute, a buffer, a list or a dict."""
 
     def __init__(self, place, detaches):
         super().__init__()
@@ -90,7 +91,7 @@ for _place in ("attribute", "buffer", "list", "dict"):
 
         def _make(place=_place, detaches=_detaches):
             model = Stateful(place, detaches)
-            model(X)  # a step before
+            model(X)  # a previous forward pass
             return model
 
         classifier(f"a state in a {_place}{', detached' * _detaches}", _make)
@@ -116,7 +117,7 @@ class Spike(torch.autograd.Function):
 
 
 class Leaky(nn.Module):
-    """A leaky integrate-and-fire neuron that keeps its membrane potential."""
+    """A leaky integrate-and-fire neuron that stores its membrane potential."""
 
     def __init__(self, resets_by):
         super().__init__()
@@ -187,7 +188,7 @@ def ema_of_weights():
 
 
 class Quantizer(nn.Module):
-    """A VQ codebook that moves as a moving average, in buffers."""
+    """A VQ codebook that is updated by a moving average in buffers."""
 
     def __init__(self):
         super().__init__()
@@ -325,7 +326,7 @@ def sharpness_aware():
     return loss, net
 
 
-# --- planted -----------------------------------------------------------------------------
+# --- losses with planted bugs ------------------------------------------------------------
 
 
 def _through_numpy(out):

@@ -22,9 +22,9 @@ CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 
 
-# --- in one line, which is that of the loss ---------------------------------------------------
+# --- causes in the line of the loss itself ----------------------------------------------------
 
-ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
+ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     "detached": {
         "dot_data": lambda x: (x * 2).data.sum(),
         "wrapped_in_a_parameter": lambda x: (nn.Parameter(x * 2) ** 2).sum(),
@@ -113,7 +113,7 @@ class _Net(nn.Module):
 cause(scope=("_Net", "blocks", "1"), written=_Frozen)(_Net())
 
 
-# --- out of the framework ----------------------------------------------------------------
+# --- values that leave PyTorch -----------------------------------------------------------
 
 
 @cause()
@@ -145,7 +145,7 @@ def through_c(x):
     return torch.from_numpy(out).sum()
 
 
-# --- integers and steps ------------------------------------------------------------------
+# --- integers and branches ---------------------------------------------------------------
 
 
 @cause()
@@ -155,7 +155,7 @@ def branch_alone(x):
     return torch.zeros(())
 
 
-# --- switched off ------------------------------------------------------------------------
+# --- gradients that are switched off -----------------------------------------------------
 
 
 @cause()
@@ -190,7 +190,7 @@ def written_under_no_grad(x):
     return out.sum()
 
 
-# --- behind autograd's back --------------------------------------------------------------
+# --- writes that autograd does not record ------------------------------------------------
 
 
 @cause()
@@ -228,7 +228,7 @@ def changed_after_it_was_saved(x):
     return g.sum()
 
 
-# --- refused on the way ------------------------------------------------------------------
+# --- inner gradients and in-place writes that are refused --------------------------------
 
 
 @cause()
@@ -288,7 +288,7 @@ class _Marked(torch.autograd.Function):
 
 
 class _SinhRight(torch.autograd.Function):
-    """The same with what backward reads saved as outputs."""
+    """The same function with the intermediates of backward saved as outputs."""
 
     @staticmethod
     def forward(ctx, x):
@@ -327,7 +327,7 @@ class _Holder:
 cause(name="a method that reads an attribute", written=_Holder.loss)(_Holder().loss)
 
 
-# --- numbers -----------------------------------------------------------------------------
+# --- gradients that are zero at these values ---------------------------------------------
 
 
 @cause()

@@ -1,10 +1,10 @@
-"""Programs that attack the promise of what is computed a second time, as data.
+"""Programs that stress recomputation in PyTorch, as data.
 
-`chunked`, `frozen` and `checkpoint` compute a part of a program again. Each program here must give
-what the plain one gives (a loop over chunks, double backward, or f itself), and leave behind what
-the plain one leaves, or be refused in gradtools' own words. A program is a world that is made for
-each run: a step, which computes numbers by way of an operator, and a reader of the state after it.
-`test_replay_programs` runs both and compares.
+`chunked`, `frozen` and `checkpoint` recompute a part of a program. Each program must return the
+same values and leave the same state as its plain version (a loop over chunks, double backward, or f
+itself), or gradtools must raise its own error. A program makes a `World` for each run: a step that
+computes numbers with an operator, and a function that reads the state afterwards.
+`test_replay_programs` runs both versions and compares them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PROGRAMS = Table()
 
 
 def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
-    """Adds a program, by these operators, whose world the function makes."""
+    """Register a program for these operators; the decorated function makes its world."""
     return PROGRAMS.add(name, expect, kinds=kinds)
 
 
 @dataclass
 class Run:
-    """One run of a program's step: by an operator of gradtools, or plainly."""
+    """One run of a program's step with an operator of gradtools or with its plain version."""
 
     kind: str
     plain: bool
@@ -52,7 +52,7 @@ class Run:
     verify: Any = "first"
 
     def __call__(self, f: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
-        """f by the operator, or as the operator promises to be."""
+        """Return f with the operator applied, or the plain version of it."""
         if self.kind != CHUNKED:
             operator = gt.frozen if self.kind == FROZEN else gt.checkpoint
             return f if self.plain else operator(f)
@@ -74,12 +74,12 @@ class Run:
 
 @dataclass
 class World:
-    """What a program runs in.
+    """The step of a program and its state.
 
     Attributes:
-        step: Computes by way of the operator; returns what is compared, by name.
-        state: Reads what stands afterwards, which is compared bit for bit.
-        tolerance: Of numbers, relative to the largest.
+        step: Runs the operator and returns the compared values by name.
+        state: Returns the state after the step, which is compared bitwise.
+        tolerance: The tolerance of values, relative to the largest value.
     """
 
     step: Callable[[Run], dict[str, Any]]
@@ -91,18 +91,18 @@ class World:
 
 
 def batch(dtype: torch.dtype = D) -> torch.Tensor:
-    """Rows of numbers between -1 and 1."""
+    """Return rows of numbers between -1 and 1."""
     return torch.linspace(0.3, 9.0, 18, dtype=dtype).sin().reshape(6, 3)
 
 
 def weight(rows: int = 3, width: int = 3) -> torch.Tensor:
-    """A leaf."""
+    """Return a leaf tensor of weights."""
     numbers = torch.linspace(0.1, 5.0, rows * width, dtype=D).cos()
     return numbers.reshape(rows, width).requires_grad_()
 
 
 def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
-    """A loss of all outputs at once, with no two entries alike."""
+    """Return a loss of all outputs with a different factor for each entry."""
     total = torch.zeros((), dtype=D)
     for y in tree_leaves(out):
         if isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()):
@@ -114,7 +114,7 @@ def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
 
 
 def state_of(module: nn.Module) -> Any:
-    """Parameters and buffers."""
+    """Return copies of the module's parameters and buffers."""
     return [{k: x.detach().clone() for k, x in module.state_dict(keep_vars=True).items()}]
 
 
@@ -134,11 +134,10 @@ def simple(
 ) -> World:
     """One forward pass, then one backward pass.
 
-    f: Of a batch and shared arguments.
-    module, leaves: What is trained besides the batch.
-    between: Runs between the forward pass and the backward pass.
-    around: What the forward pass and the loss stand in.
-    tracked: Whether the batch is differentiated.
+    f: A function of a batch and shared arguments. module, leaves: The parameters that are
+    differentiated besides the batch. between: Runs between the forward pass and the backward pass.
+    around: A context manager around the forward pass and the loss. tracked: Whether the batch is
+    differentiated.
     """
     x = batch() if x is None else x
     keywords, leaves = keywords or {}, list(leaves)
@@ -162,7 +161,8 @@ def simple(
         y = torch.tensor(1.3, dtype=D, requires_grad=True)
         with around():
             G = run(f)
-            inner = [score(G(z, *shared, **keywords), y) for z in zs]  # all uses, then pullbacks
+            # computes all values G(z) before any pullback
+            inner = [score(G(z, *shared, **keywords), y) for z in zs]
         between()
         slopes = [
             torch.autograd.grad(v, z, create_graph=True)[0] for v, z in zip(inner, zs, strict=True)
@@ -200,17 +200,17 @@ def simple(
 
 
 def of_module(module: nn.Module, x: Any = None, **options: Any) -> World:
-    """A module, called as it is."""
+    """Return a world that calls a module directly."""
     return simple(module, x, module=module, **options)
 
 
 def mlp(*more: nn.Module, dtype: torch.dtype = D) -> nn.Sequential:
-    """A small network with more layers in its middle."""
+    """Return a small network with additional layers in its middle."""
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 3)).to(dtype)
 
 
 def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
-    """A program f(x) that captures a weight; `make(w)` returns f."""
+    """Register a program f(x) that captures a weight w; `make(w)` returns f."""
 
     @program(name, kinds, expect)
     def _() -> World:
@@ -219,7 +219,7 @@ def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how
 
 
 def of_net(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
-    """A program that calls the module `make()`."""
+    """Register a program that calls the module `make()`."""
     program(name, kinds, expect)(lambda: of_module(make(), **how))
 
 
@@ -229,7 +229,10 @@ half = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def narrow(around: Any, inside: Any) -> World:
-    """A network under autocast. around, inside: The contexts of the step and of f's body."""
+    """Return a world with a network under autocast.
+
+    around, inside: Context managers around the step and around the body of f.
+    """
     net = mlp(dtype=torch.float32)
 
     def f(x: Any) -> Any:
@@ -270,11 +273,11 @@ of_weight(
     tracked=False,
 )
 
-# --- edges of the graph from one chunk to the next ------------------------------------------
+# --- graph edges between consecutive chunks -------------------------------------------------
 
 
 class Keeps(nn.Module):
-    """Keeps an attached mean, which the next call adds to its result."""
+    """A module that stores an attached mean and adds it to the output of the next call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +300,7 @@ for _name in ("weight_norm", "spectral_norm"):
         ),
     )
 
-# --- state in every kind of holder ----------------------------------------------------------
+# --- state in holders of every kind ---------------------------------------------------------
 
 
 def _counts_in_a_list(w: Any) -> Any:
@@ -318,7 +321,10 @@ program("f's result depends on the clock", REPLAYED, REFUSED)(
 
 
 class Counting(nn.Module):
-    """A module whose state is somewhere in it. tick: Changes it, and returns a factor."""
+    """A module with state in its parts.
+
+    tick: Changes the state and returns a factor.
+    """
 
     def __init__(self, tick: Callable[[Any], Any], **parts: Any) -> None:
         super().__init__()
@@ -345,7 +351,7 @@ of_net("a module counts in a buffer that is replaced", lambda: Counting(_replace
 
 
 class Scheduled(nn.Module):
-    """A reversal whose scale is counted up in a buffer."""
+    """A gradient reversal whose scale is counted in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,9 +363,9 @@ class Scheduled(nn.Module):
         return self.net(gt.reverse_gradient(x, 0.1 * self.step))
 
 
-of_net("a reversal that is scheduled by a buffer", Scheduled, TRAINED)
+of_net("a reversal with a scale from a buffer", Scheduled, TRAINED)
 of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
-of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
+of_net("an uninitialized lazy layer", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
 @program("a full backward hook counts", TRAINED)
@@ -371,7 +377,7 @@ def _() -> World:
 
 # --- randomness -----------------------------------------------------------------------------
 
-_draw_numpy = np.random.randn  # the process's own stream
+_draw_numpy = np.random.randn  # NumPy's global random state
 
 
 def _seeded(x: Any) -> Any:
@@ -382,7 +388,7 @@ def _seeded(x: Any) -> Any:
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),
-    "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
+    "random.gauss with a cached second number": lambda x: x * random.gauss(0, 1),
     "NumPy's own stream": lambda x: x * float(_draw_numpy()),
     "torch.manual_seed inside of f": _seeded,
 }
@@ -407,8 +413,8 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         EITHER,
     ),
     "a state_dict is loaded": (_double, (_norm,), EITHER),
-    "the module is put to evaluation": (lambda net: net.eval(), (_norm, nn.Dropout), EITHER),
-    "running statistics are moved": (
+    "the module is switched to eval mode": (lambda net: net.eval(), (_norm, nn.Dropout), EITHER),
+    "running statistics are updated": (
         lambda net: [b.data.add_(1) for b in net.buffers()],
         (_norm,),
         RIGHT,
@@ -481,7 +487,7 @@ of_weight("a part of f runs under no_grad, with dropout", _in_mode(torch.no_grad
 
 
 def _wrapped(name: str, wrap: Any, kinds: Any = ALL, expect: str = RIGHT) -> None:
-    """f is `wrap(net)`."""
+    """Register a program that runs `wrap(net)` as f."""
 
     @program(name, kinds, expect)
     def _() -> World:
@@ -521,7 +527,7 @@ def _() -> World:
 
 
 def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
-    """f does what an iterator, which cannot be put back, says for each call."""
+    """Return a program whose f depends on an iterator, which cannot be restored."""
 
     def make() -> World:
         w, other, left = weight(), weight(), iter([*turns, *[turns[-1]] * 30])
@@ -530,18 +536,18 @@ def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World
     return make
 
 
-program("the third chunk alone differs when it is computed again", TRAINED, EITHER)(
+program("only the third chunk differs in the recomputation", TRAINED, EITHER)(
     _by_turns(lambda ws, turn: ws[0] * turn, 1, 1, 2, 1)
 )
-program("a chunk computed again has the same values and a weight less", TRAINED, EITHER)(
+program("a recomputed chunk has the same values but no path to a weight", TRAINED, EITHER)(
     _by_turns(lambda ws, turn: ws[0] if turn else ws[0].detach(), 1, 1, 1, 0)
 )
 
-# --- models, as they are found in repositories ----------------------------------------------
+# --- models from public repositories --------------------------------------------------------
 
 
 class Codebook(nn.Module):
-    """A codebook of averages, whose dead codes are drawn anew."""
+    """A codebook of averages that resamples unused codes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -559,4 +565,4 @@ class Codebook(nn.Module):
         return quantized * self.counts[which].clone()[:, None]
 
 
-of_net("a codebook whose dead codes are drawn anew", Codebook, tracked=False)
+of_net("a codebook that resamples unused codes", Codebook, tracked=False)

@@ -1,4 +1,4 @@
-"""What `all_gather` sends, in one process: several have tests of their own."""
+"""`all_gather` in one process; test_distributed.py tests several processes."""
 
 from __future__ import annotations
 

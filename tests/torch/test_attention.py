@@ -1,6 +1,6 @@
-"""Attention in every operator, by every way that PyTorch has to call it.
+"""Attention in every operator, through every public function of PyTorch that computes it.
 
-Each is held against softmax(q k^T / sqrt(d) + mask) v written out by hand, in double precision.
+The reference is softmax(q k^T / sqrt(d) + mask) v written out in double precision.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _of_gradient(taken):
 
 
 def _along(f):
-    """f of three numbers, that scale its arguments."""
+    """Return f as a function of three factors that scale its arguments."""
     return lambda s: f(*[s[i] * x for i, x in enumerate(X)])
 
 
@@ -163,7 +163,7 @@ def test_dropout_draws_once():
 
 
 def test_one_gradient_is_the_kernels_own():
-    """It keeps no matrix of scores, nor does a gradient that might be differentiated again."""
+    """Neither the kernel nor a differentiable gradient saves the matrix of scores."""
     length = 64
     q, k, v = (randn(1, 1, length, 2, seed=n) for n in range(3))
     weight = torch.ones((), dtype=KIND, requires_grad=True)

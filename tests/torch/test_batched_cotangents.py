@@ -1,8 +1,9 @@
-"""Derivatives of the rows of a Jacobian, whose cotangents are a batch.
+"""Derivatives of the rows of a Jacobian with a batch of cotangents.
 
-`torch.autograd.grad(is_grads_batched=True, create_graph=True)` maps by the legacy vmap, in which
-the graph of a `torch.autograd.Function` is lost; gt.jacobian by torch.vmap. Each program is a
-Jacobian J, the gradient of a function of it, the Jacobian H of that, and its gradient.
+`torch.autograd.grad(is_grads_batched=True, create_graph=True)` uses the legacy vmap, which loses
+the graph of a `torch.autograd.Function`; gt.jacobian uses torch.vmap. Each program computes a
+Jacobian J, the gradient of a function of J, the Jacobian H of that gradient, and the gradient of a
+function of H.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def curvature(x):
 
 
 def rule_of_rules():
-    """A rule whose bwd calls another rule."""
+    """Return a rule whose bwd calls another rule."""
     product = gt.custom_rule(torch.mul)
     product.defvjp(lambda a, b: (a * b, (a, b)), lambda res, ct: (ct * res[1], ct * res[0]))
     f = gt.custom_rule(cubic)
@@ -98,7 +99,8 @@ def jacobians(f):
     return [*results, *grads]
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "a clip"])  # no forward mode
+# edits have no forward mode
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "a clip"])
 def test_rows_by_jacobian(program):
     torch.testing.assert_close(jacobians(PROGRAMS[program]()), jacobians(cubic))
 

@@ -1,7 +1,8 @@
-"""What f captures, where f is computed again: own operators read it as an argument; else refused.
+"""Tensors that f captures, in operators that recompute f: inputs of the node, or an error.
 
-In eager code leaves are found in f's graph. A captured result of other operations, and everything
-inside of torch.func, becomes an input of f's node, which f must read when it runs again.
+In eager code leaf tensors are found in the graph of f. A captured result of other operations, and
+every captured tensor inside of torch.func, becomes an input of f's node, and the recomputation of f
+reads this input.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is not recomputed")
 
 
 class Square(torch.autograd.Function):
-    """x w^2."""
+    """x w^2 as an autograd.Function."""
 
     generate_vmap_rule = True
 
@@ -74,7 +75,7 @@ WAYS = {"a leaf": lambda q: q, "a result": torch.exp}
 
 
 def gradients(operator, body, captured, x, q):
-    """First and second derivatives along what f captures: by autograd and by torch.func."""
+    """Return first and second derivatives along captured tensors, by autograd and torch.func."""
 
     def loss(q):
         w = captured(q)

@@ -1,4 +1,4 @@
-"""Chunked functions in PyTorch against the plain loop over chunks, in all that PyTorch does."""
+"""Chunked functions in PyTorch with modules, hooks and transforms, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_chunked_in_chunked_with_dropout_and_state():
 
 
 class Raising(torch.autograd.Function):
-    """Raises in the backward pass of one call."""
+    """A Function that raises in the backward pass of one call."""
 
     calls = itertools.count()
     at = -1
@@ -141,11 +141,11 @@ def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
     assert streams() == before[1]
     assert all((p.grad == 0.25).all() for p in model.parameters()) and x.grad is None
     assert not gt.is_recomputing() and all(not p._backward_hooks for p in model.parameters())
-    contrast(out).backward()  # and it may be tried again
+    contrast(out).backward()  # backward can be retried after the error
     assert x.grad is not None
 
 
-# --- how often ----------------------------------------------------------------------------------
+# --- number of calls of f -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count_only", [True, False])
@@ -178,7 +178,7 @@ def stateful(norm=nn.BatchNorm1d):
 
 
 class PlainBatchNorm(nn.BatchNorm1d):
-    """By plain operations, which PyTorch differentiates rightly thrice."""
+    """Batch norm by plain operations, whose third derivatives are right in PyTorch."""
 
     def forward(self, x):
         mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -190,7 +190,7 @@ class PlainBatchNorm(nn.BatchNorm1d):
 
 
 def first_to_third(call, model, x, order):
-    """Gradients of the first order up to this one, all to parameters and the batch."""
+    """Return the gradients of orders 1 to `order` for all parameters and the batch."""
     leaves = [*model.parameters(), x]
     found, value = [], contrast(call(x)) * 0.1
     for k in range(order):
@@ -273,7 +273,7 @@ def test_captured_tensors_of_a_transform_are_inputs(name, transform, monkeypatch
 
 @pytest.mark.parametrize("name", [n for n in CAPTURES if n != "iterator's"])
 def test_captured_tensors_with_a_graph_have_their_gradient(name, monkeypatch):
-    """Those in closures are inputs; of others f's graph is kept, which a warning says."""
+    """Captured tensors in closures become inputs; for others f's graph is kept with a warning."""
 
     def loss(chunked):
         h = (W * 2).sin()
@@ -330,7 +330,7 @@ def test_jacobians_through_dropout_have_one_mask():
     expected = torch.autograd.functional.hessian(lambda w: (looped(w) ** 2).sum(), w)
     torch.manual_seed(1)
     assert same(gt.hessian(lambda w: (ours(w) ** 2).sum())(w), expected, 1e-12)
-    # Many cotangents at once, to captured parameters too, and batch norm that is replayed.
+    # Many cotangents at once, also for captured parameters, with batch norm in the recomputation.
     model.append(nn.BatchNorm1d(2, dtype=torch.float64))
     vectors, parameters = numbers(5, 11, 2), list(model.parameters())
     found = []

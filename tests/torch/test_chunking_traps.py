@@ -1,6 +1,6 @@
-"""Traps of chunked gradients in PyTorch, against the plain loop over chunks.
+"""Pitfalls of chunked gradients in PyTorch, compared with the plain loop over chunks.
 
-Programs with state and random numbers are in `tests/torch/replay_programs.py`.
+`tests/torch/replay_programs.py` has the programs with state and random numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import gradtools.torch as gt
 pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalization")
 
 CHUNK = 3
-X = torch.linspace(-1.0, 9.0, 33, dtype=torch.float64).sin().reshape(11, 3)  # 3, 3, 3, 2
+# chunks of 3, 3, 3 and 2 rows
+X = torch.linspace(-1.0, 9.0, 33, dtype=torch.float64).sin().reshape(11, 3)
 
 
 def contrast(y):
-    """A loss that needs the whole batch."""
+    """A loss that couples all rows of the batch."""
     y = y.reshape(len(y), -1)
     return torch.logsumexp(y @ y.T, 1).sum() - (y * y.roll(1, 0)).sum()
 
@@ -53,7 +54,7 @@ def linear():
 
 
 class Counter(nn.Module):
-    """Its output depends on how often it was called, by a buffer."""
+    """A module whose output depends on the number of its calls, counted in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +118,7 @@ def test_interleaved_chunks_come_out_in_the_order_of_the_batch(size):
 
 
 def test_a_last_chunk_of_one_image_keeps_the_layout_of_its_channels():
-    """view_as gives axes of length one other strides, by which PyTorch chooses kernels."""
+    """view_as changes the strides of axes of length 1, from which PyTorch selects the kernel."""
     x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     pool = torch.nn.AdaptiveAvgPool2d(1)

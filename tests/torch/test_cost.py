@@ -1,4 +1,4 @@
-"""What gradtools adds in PyTorch, counted: operations and saved bytes."""
+"""Overhead of gradtools in PyTorch, in counted operations and saved bytes."""
 
 from __future__ import annotations
 
@@ -46,4 +46,5 @@ def test_frozen_layers_of_a_player_cost_no_gradient_work():
     forward = 2 * 8 * (6 * 32 + 32 * 32 + 32)
     assert flops(step) > 2.5 * forward
     net[:4].requires_grad_(False)
-    assert flops(step) == forward + 2 * 8 * 32  # the last layer's weight, and nothing behind it
+    # only the weight of the last layer; nothing before it is differentiated
+    assert flops(step) == forward + 2 * 8 * 32

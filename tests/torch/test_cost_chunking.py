@@ -1,4 +1,4 @@
-"""What `chunked` costs in PyTorch, counted: floating-point operations and live bytes."""
+"""Costs of `chunked` in PyTorch: counted floating-point operations and live bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(net, x, **options):
 
 
 def two_passes(net, x):
-    """By hand: forward without a graph, then each chunk again with its cotangent."""
+    """The handwritten method: forward without a graph, then each chunk again with its cotangent."""
     for p in net.parameters():
         p.grad = None
     chunks = x.split(CHUNK)
@@ -54,7 +54,8 @@ def test_the_flops_are_four_forwards():
     with torch.no_grad():
         forward = flops(lambda: net(x))
     of_loss = flops(lambda: loss(torch.zeros(len(x), 16, requires_grad=True)).backward())
-    first = flops(lambda: net[0](x[:CHUNK]))  # x has no gradient, so its layer takes one less
+    # x requires no gradient, so the first layer computes no input gradient
+    first = flops(lambda: net[0](x[:CHUNK]))
     expected = 4 * forward + of_loss - 8 * first
     assert flops(lambda: step(net, x)) == expected
 
@@ -79,7 +80,8 @@ def test_the_peak_is_that_of_two_passes_by_hand(make, count):
     step(net, x), two_passes(net, x)
     ours, by_hand = (peak_bytes(lambda run=run: run(net, x))[0] for run in (step, two_passes))
     state = bytes_of(net.buffers())
-    gradients = bytes_of(net.parameters())  # by hand .grad takes them as they come, layer by layer
+    # the handwritten loop accumulates into .grad layer by layer
+    gradients = bytes_of(net.parameters())
     assert ours <= by_hand + 2 * state + gradients
 
 
@@ -139,5 +141,6 @@ def test_two_towers_hold_one_set_of_gradients_each():
         loss(encode(x) @ encode(2 * x).T).backward()
 
     run()
-    assert peak_bytes(run)[0] < 2.6 * size  # with a chunk's own set beside them it is above 3
+    # with a separate set of gradients for each chunk the peak is above 3
+    assert peak_bytes(run)[0] < 2.6 * size
     assert {p._backward_hooks for p in net.parameters()} == {None}

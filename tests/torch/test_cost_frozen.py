@@ -1,4 +1,4 @@
-"""What second derivatives through `frozen` cost in PyTorch, counted: operations and live bytes."""
+"""Costs of second derivatives through `frozen` in PyTorch: counted operations and live bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def network(depth):
 
 
 class Matmuls(TorchDispatchMode):
-    """Counts the operations of matrix products, those of tangents too."""
+    """Count the operations of matrix products, including products of tangents."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ def loss_of(y, g):
 
 
 def by_use(G, count, y, zs):
-    """Each use's gradient before the next use."""
+    """Compute the gradient of each use of G before the next use."""
     total = sum(gradient(loss_of, y, zs[i], G).pow(2).sum() for i in range(count))
     return torch.autograd.grad(total, y)[0]
 
@@ -86,7 +86,8 @@ FORWARD = 2 * ROWS * WIDTH * WIDTH * DEPTH * COUNT
 )
 def test_forward_passes_that_a_second_derivative_costs(run, make, passes):
     G = make(network(DEPTH))
-    spare = 1 if run is all_forwards_first and passes == 5 else 0  # the last use's graph is there
+    # the graph of the last use still exists
+    spare = 1 if run is all_forwards_first and passes == 5 else 0
     expected = passes * FORWARD - spare * FORWARD // COUNT
     assert flops(lambda: run(G, COUNT, *inputs(COUNT))) == expected
 
@@ -106,7 +107,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
         torch.autograd.grad(g.pow(2).sum(), wanted)
 
     assert flops(lambda: second([y])) == 4 * once
-    # Four for double backward, whose graph serves the pullback along G's value, which f reads.
+    # Double backward needs four passes; its graph also serves the pullback through G's value.
     assert flops(lambda: second([y, zs[0]])) == 7 * once
     fixed = zs[0].detach().requires_grad_()
     alone = lambda: torch.autograd.grad(G(fixed).sum(), fixed)
@@ -117,7 +118,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
 
 
 def held(G, count):
-    """Bytes that stand between the first derivatives and the second."""
+    """Return the live bytes between the first and the second derivatives, and the peak."""
     y, zs = inputs(count)
     with LiveBytes() as live:
         gs = [gradient(loss_of, y, z, G) for z in zs]
@@ -131,12 +132,13 @@ def per_use(G, which):
     return (many - few) / 8
 
 
-ONE = ROWS * WIDTH * 4  # bytes of a tensor such as z
+ONE = ROWS * WIDTH * 4  # bytes of a tensor of the shape of z
 
 
 def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
-    """The value G(z), which f's graph saves, and the gradient itself."""
-    own = per_use(network(0), 0)  # there the value is z, and the gradient is within f's graph
+    """Each further z keeps only G(z), which f's graph saves, and the gradient itself."""
+    # for a network without layers the value is z, and the gradient is part of f's graph
+    own = per_use(network(0), 0)
     assert per_use(gt.frozen(network(24)), 0) - own == 2 * ONE
 
 
@@ -157,7 +159,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")
 def test_what_a_use_costs_besides_its_work_is_held():
-    """Python's steps are the time of small networks: some per use, few for each layer."""
+    """Python overhead dominates small networks: a constant per use and little per layer."""
 
     def use(depth):
         G, z = gt.frozen(network(depth)), torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -172,6 +174,6 @@ def test_what_a_use_costs_besides_its_work_is_held():
 
     short, long = use(1), use(5)
     assert short <= 276
-    assert long - short <= 4 * 16  # a mode of the thread sees each operation that is pushed
+    assert long - short <= 4 * 16  # a thread-local mode intercepts each operation in forward mode
     x = torch.randn(3)
     assert calls_of_ours(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

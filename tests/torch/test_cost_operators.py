@@ -1,6 +1,6 @@
-"""Every public operator costs what the same thing costs by hand, in the benchmark's own cases.
+"""Every public operator costs as much as handwritten code, in the cases of the benchmark.
 
-Of numbers that are counted, so the same on every machine; `make bench` adds the seconds.
+These costs are counts, so they are equal on every machine; `make bench` also measures seconds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from tests.support.costs import cost
 
 CASES = cost_torch.cases(64, 64)
 MORE = {
-    # G runs once more, and keeps no graph for a use
+    # `frozen` runs G once more and keeps no graph of a use.
     "frozen": (1.19, 1.75),
     "hvp, forward over reverse": (1.01, 1.26),
-    # outputs beside the chunks that they are joined from, and a snapshot of the state
+    # The outputs exist next to the chunks from which they are concatenated, with a copy of the
+    # state.
     "chunked": (1.01, 1.5),
-    # the first pass tells by its graph which leaves f reaches, before it lets go of it
+    # The graph of the first pass shows which leaves f reaches, before the graph is freed.
     "checkpoint": (1.01, 2.0),
 }
 
@@ -34,7 +35,7 @@ def test_every_public_operator_has_a_case():
     assert without_case(gt, CASES) == set()
 
 
-# What PyTorch's forward mode allocates here grew once in a process that had run much else.
+# The memory of forward mode in this case depends on earlier runs in the process.
 IN_A_PROCESS_OF_ITS_OWN = "hvp, forward over reverse"
 _MEASURED = """
 import gradtools.torch as gt
@@ -48,7 +49,7 @@ for way in (cost_torch.OURS, cost_torch.HAND):
 
 
 def costs(name):
-    """Flops and peak bytes of ours, and by hand."""
+    """Return FLOPs and peak bytes of gradtools and of the handwritten code."""
     if name == IN_A_PROCESS_OF_ITS_OWN:
         command = [sys.executable, "-c", _MEASURED.format(name=name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

@@ -1,4 +1,4 @@
-"""In PyTorch an own rule does and keeps what a hand-written Function does and keeps, counted."""
+"""A custom rule in PyTorch computes and saves as much as a handwritten autograd.Function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.torch_counts import operations
 
 
 def saved(run, but=()):
-    """The bytes of the storages that are kept for backward, those of `but` aside."""
+    """Return the bytes of the storages saved for backward, except for the storages of `but`."""
     held = {}
 
     def pack(x):
@@ -29,7 +29,7 @@ def saved(run, but=()):
     return sum(size for size, _ in held.values())
 
 
-# --- rules, and Functions of the same formulas -------------------------------------------
+# --- rules and autograd.Functions of the same formulas -----------------------------------
 
 
 class Given(NamedTuple):
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 class SinhFunction(torch.autograd.Function):
-    """Right at second order: what it saves is an output too, and has a derivative by hand."""
+    """A Function with correct second derivatives, whose saved intermediates are outputs, too."""
 
     @staticmethod
     def forward(x):
@@ -134,7 +134,7 @@ def arguments(name):
 
 
 def counted(count, f, xs):
-    """The value's, the gradient's and the second derivative's operations, or flops."""
+    """Return the counts of the value, the gradient and the second derivative."""
     y = f(*xs)
     ct = torch.ones_like(y)
     first = torch.autograd.grad(y, xs, ct, create_graph=True)
@@ -161,11 +161,12 @@ def test_saved_intermediates_are_shared_at_first_order_and_made_once_more_at_sec
     xs = arguments("sinh")
     ours = counted(operations, own("sinh", given), xs)
     by_hand = counted(operations, RULES["sinh"].by_hand, xs)
-    # One look at whether fwd drew random numbers, which a second run would have to repeat.
+    # The comparison checks whether fwd drew random numbers, which a second run would have to
+    # repeat.
     ours["forward"] = [name for name in ours["forward"] if name != "aten.equal.default"]
     assert ours["forward"] == by_hand["forward"] and ours["backward"] == by_hand["backward"]
     assert by_hand["second"].count("aten.exp.default") == 0
-    assert ours["second"].count("aten.exp.default") == 2  # one run of fwd
+    assert ours["second"].count("aten.exp.default") == 2  # the second derivative runs fwd once more
     with torch.no_grad():
         again = operations(lambda: sinh_fwd(xs[0]))
     assert len(ours["second"]) <= len(by_hand["second"]) + len(again)
@@ -189,7 +190,7 @@ def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
     def step():
         return torch.autograd.grad(f(x), x, ct)
 
-    step()  # is held to what a rule must be
+    step()  # the first call also checks the rule
     found = operations(step)
     assert found.count("aten.exp.default") == 2
     torch.testing.assert_close(step()[0], torch.cosh(x))
@@ -198,7 +199,7 @@ def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
 @pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])
 @pytest.mark.parametrize("name", RULES)
 def test_what_a_rule_keeps_dies_with_its_output(name, given):
-    """No reference cycle: nothing waits for the garbage collector."""
+    """Without reference cycles no tensor waits for the garbage collector."""
     f = own(name, given)
     kept = []
 
@@ -221,7 +222,7 @@ def test_what_a_rule_keeps_dies_with_its_output(name, given):
             everything += grads
         return [weakref.ref(t) for t in everything]
 
-    dead(2)  # what PyTorch sets up at the first call of all is no part of this
+    dead(2)  # exclude objects that PyTorch creates at its first call
     gc.collect()
     gc.disable()
     try:
@@ -229,6 +230,6 @@ def test_what_a_rule_keeps_dies_with_its_output(name, given):
             assert [ref() for ref in dead(order)] == [None] * (
                 len(arguments(name)) * (order + 1) + 1
             )
-        assert all(ref() is None for ref in kept)  # though nothing was collected
+        assert all(ref() is None for ref in kept)  # the garbage collector has not run
     finally:
         gc.enable()

@@ -1,8 +1,8 @@
-"""What only a GPU shows (tests/support/gpu.py): it runs wherever PyTorch has one.
+"""Scenarios that need a GPU (tests/support/gpu.py); they run if PyTorch supports CUDA here.
 
     python -m pytest tests/torch/test_cuda.py -rs
 
-What needs no GPU to be seen is in test_other_device.py.
+test_other_device.py has the tests on a simulated device, which need no GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOW = ("two processes",)
 )
 def test_what_a_gpu_shows_holds_there_and_on_a_cpu_that_can_run_it(device, name):
     if device.type == "cpu" and not SCENARIOS[name].anywhere:
-        pytest.skip("it is of CUDA alone")
+        pytest.skip("the scenario needs CUDA")
     try:
         SCENARIOS[name].run(device)
     except Absent as absent:

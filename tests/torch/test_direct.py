@@ -1,6 +1,6 @@
-"""Eager calls of an own rule that take the short way: what they give, and how many calls they take.
+"""Eager calls of a custom rule on the fast path: their results and their number of Python calls.
 
-The first call of a rule goes the long way, so each test calls a rule often enough first.
+The first calls of a rule take the slow path, so each test first calls the rule several times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pushed(f, x, dx):
 
 
 def called(f):
-    """The rule, known: every way of calling it that a test takes was gone twice."""
+    """Call the rule twice in each way that the tests use, so that later calls are fast."""
     x = numbers(requires_grad=True)
     for _ in range(2):
         torch.autograd.grad(f(x).sum(), x)
@@ -76,11 +76,11 @@ def test_a_captured_dual_number_is_refused_in_forward_mode_alone():
             f(forward_ad.make_dual(x, x))
 
 
-# --- how many calls it takes ---------------------------------------------------------------
+# --- number of Python calls ----------------------------------------------------------------
 
 
 def calls_of_ours(run):
-    """How many functions of gradtools one run calls."""
+    """Count the calls of gradtools functions in one run."""
     count = [0]
 
     def watch(frame, event, arg):
@@ -112,7 +112,8 @@ def tangent(f, x):
     return lambda: pushed(f, x, x)
 
 
-# What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
+# The maximum of calls by quantity and kind of rule; a plain Function takes two calls and one in
+# backward.
 
 TAKES = {
     value: {"vjp": 3, "jvp": 3, "both": 3},
@@ -131,7 +132,8 @@ def test_a_call_of_a_rule_takes_no_more_calls_than_these(what, kind):
 
 def host_sine():
     f = gt.host_function(np.sin)
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (back(x, ct),))  # not bound yet: looked at later
+    # `back` is defined below and looked up at the first call
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (back(x, ct),))
     back = gt.host_function(lambda x, ct: np.cos(x) * ct)
     return f
 
@@ -157,7 +159,7 @@ def test_an_operator_takes_no_more_calls_than_these(run, most):
     assert calls_of_ours(run) <= most
 
 
-# --- what an earlier call shows of a later one -----------------------------------------------
+# --- information from earlier calls ----------------------------------------------------------
 
 
 def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_order():
@@ -177,7 +179,7 @@ def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_orde
     for _ in range(2):
         f(x).sum().backward()
     drawing = True
-    f(other).sum().backward()  # at other shapes
+    f(other).sum().backward()  # call f with another shape
     y = f(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     second = [torch.autograd.grad(slope.sum(), x, retain_graph=True)[0] for _ in range(2)]

@@ -1,7 +1,7 @@
-"""Chunked functions and `all_gather` in several processes, against one process that has all rows.
+"""Chunked functions and `all_gather` in several processes, compared with one process.
 
-Each number of processes is started once; every check runs in all of them, and what they found is
-compared here. A process that hangs is ended, and fails.
+Each group of processes is started only once. Every check runs in all of these processes, and the
+test compares their results. A process that hangs is terminated and fails the test.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
-SECONDS = 100  # a busy machine takes forty to start four processes
+SECONDS = 100  # on a busy machine four processes start in forty seconds
 WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
-ROWS = 5  # in each process
+ROWS = 5  # rows of the batch in each process
 CHECKS: dict[str, Callable[[int, int], Any]] = {}
 
 
@@ -47,13 +47,13 @@ def encoder(*more):
 
 
 def contrast(mine, everything, first=0):
-    """The mean over one's own rows of a loss in which all rows have a part."""
+    """The mean over the process's own rows of a loss that couples all rows."""
     labels = torch.arange(first, first + len(mine))
     return torch.nn.functional.cross_entropy(mine @ everything.sin().T, labels)
 
 
 class Step(nn.Module):
-    """A model together with its loss, as DistributedDataParallel takes it."""
+    """A model with its loss as one module for DistributedDataParallel."""
 
     def __init__(self, encoder, encode, loss):
         super().__init__()
@@ -64,7 +64,7 @@ class Step(nn.Module):
 
 
 def counted(model, **options):
-    """The model in DistributedDataParallel, and its reductions."""
+    """Return the model in DistributedDataParallel and a list of its reductions."""
     ddp, seen = DistributedDataParallel(model, **options), []
 
     def hook(state, bucket):
@@ -100,7 +100,7 @@ def one_process(world):
 
 
 def through_ddp(rank, world, loss, **options):
-    """Chunks of another size in each process, so that their numbers differ."""
+    """The chunk size differs by process, so that the processes have different numbers of chunks."""
     encode = lambda f, x: gt.chunked(f, 1 + rank, **options)(x)
     model, seen = counted(Step(encoder(), encode, loss(rank, world)))
     model(batch(world)[rank * ROWS : (rank + 1) * ROWS]).backward()
@@ -119,7 +119,7 @@ def own(rank, world):
 
 @check
 def usual_gather(rank, world):
-    """Rows of the others as constants: every process's own part of the whole loss, averaged."""
+    """The usual method: rows of other processes are constants in each process's own loss."""
     model = encoder()
     y = model(batch(world)[rank * ROWS : (rank + 1) * ROWS])
     parts = [torch.empty_like(y) for _ in range(world)]
@@ -135,7 +135,7 @@ def usual_gather(rank, world):
 
 @check
 def looped(rank, world):
-    """Dropout, batch normalisation and accumulation without reductions, as the plain loop."""
+    """Dropout, batch norm and accumulation without reductions, compared with the plain loop."""
     found = []
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
@@ -161,7 +161,7 @@ def looped(rank, world):
 
 @check
 def orders_of_gather(rank, world):
-    """First and second derivatives of what all processes compute together, and forward mode."""
+    """First and second derivatives and forward mode of a loss of all processes."""
     x = batch(world)
     mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
     loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()
@@ -180,7 +180,7 @@ def orders_of_gather(rank, world):
 
 @check
 def transforms_of_gather(rank, world):
-    """PyTorch's, and the operators that stand on them, of functions that gather."""
+    """Transforms of PyTorch and operators of gradtools, for functions that call all_gather."""
     x = batch(world)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     mine = x[rows]
@@ -201,7 +201,8 @@ def transforms_of_gather(rank, world):
     ]
     return found, [
         slope,
-        # The slopes' squares are summed over the processes as well, each of which asks for them.
+        # The sum of squared gradients is summed over the processes as well, because each computes
+        # it.
         world * 6 * mine * 2 * slope,
         3 * x**2 * x.sin(),
         twice**3,
@@ -227,11 +228,11 @@ def token_loss(net, x, tokens):
 
 
 def parts(rank, world):
-    """60 examples, their tokens, and the rows of each step of this rank; the last has few."""
+    """Return 60 examples, their token counts, and the rows of the steps of this rank."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, 5, (60,), generator=generator).double()
-    # Steps of unequal size, and one of no rows.
+    # Steps of unequal sizes, and one step without rows.
     cuts = [(0, 7), (7, 8), (8, 8), (8, 41)]
     return x, tokens, {0: cuts, 1: [(41, 60)]}.get(rank, [])
 
@@ -246,7 +247,7 @@ def in_order(grads):
 
 @check
 def token_means(rank, world):
-    """Of an accumulator, of microbatches and under DistributedDataParallel's no_sync."""
+    """Token means by GradientAccumulator, by microbatches and with DDP's no_sync."""
     from torch.distributed.device_mesh import init_device_mesh
 
     x, tokens, steps = parts(rank, world)
@@ -270,7 +271,7 @@ def token_means(rank, world):
 
 @check
 def token_means_of_fsdp(rank, world):
-    """Each rank's loss has its share of the step's tokens, which are the weight on all ranks."""
+    """Each rank's loss is its share of the step's tokens; the weight is the tokens of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -331,7 +332,7 @@ def run(rank, world, name):
     return CHECKS[name](rank, world)
 
 
-# --- here ---------------------------------------------------------------------------------
+# --- in the test process ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="{} processes".format)

@@ -1,4 +1,4 @@
-"""Edited gradients in what only PyTorch has: backward(), hooks, graph breaks, functional calls."""
+"""Gradient edits in PyTorch only: backward(), hooks, graph breaks, functional calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gradtools.torch as gt
 
 @dataclass
 class Flags:
-    """A configuration: a dataclass without a tensor."""
+    """A dataclass without tensors, used as a configuration argument."""
 
     train: bool = True
 
@@ -50,7 +50,7 @@ def test_transform_gradient_under_fullgraph_is_refused_by_its_reason():
         torch.compile(gt.grad(transformed), backend="aot_eager", fullgraph=True)(torch.ones(2))
 
 
-# --- an edit by a number, a bare Function where nothing looks on but autograd --------------
+# --- edits by a number use a plain Function unless a mode is active ------------------------
 
 
 EDITS = {
@@ -104,7 +104,7 @@ def test_an_edit_without_gradients_gives_no_leaf_that_requires_them(name, mode):
 
 
 def test_a_checkpoint_computes_an_edit_again_where_another_mode_looks_on():
-    """It counts what is saved, and neither a Function nor a rule saves anything."""
+    """The checkpoint counts saved tensors, so an edit must save none in either implementation."""
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     f = lambda x: gt.reverse_gradient(x.sin(), 2.0) ** 2
     with torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""What differentiating leaves behind in PyTorch: nothing; and what it goes through: anything."""
+"""The PyTorch engine leaves no state behind and works with functions of every kind."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ SECOND = {
     [(k, d) for k in NORMS for d in SECOND if (k, d) != ("instance", "forward")],
 )
 def test_running_statistics_are_updated_as_in_one_call(kind, derivative):
-    """Also where gradtools' own vmap normalises by plain operations."""
+    """Batch norm inside of gradtools' own vmap uses plain operations and also updates them once."""
     norm, shape = NORMS[kind]
     ours, plain = copy.deepcopy(norm).to(F64), copy.deepcopy(norm).to(F64)
     x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -123,7 +123,7 @@ def test_f_is_evaluated_once(operator):
     assert len(calls) == 1
 
 
-# --- nothing is left ---------------------------------------------------------------------
+# --- no state is left behind -------------------------------------------------------------
 
 
 @operators
@@ -189,7 +189,7 @@ def test_a_forward_mode_derivative_saves_nothing():
     assert peak(12) == peak(4) > 0
 
 
-# --- what f may be -----------------------------------------------------------------------
+# --- functions of every kind -------------------------------------------------------------
 
 
 def test_hooks_on_the_arguments_themselves_do_not_fire():
@@ -210,11 +210,11 @@ def test_a_pullback_called_without_grad_mode_is_detached():
         assert not pullback(torch.ones(2, dtype=F64))[0].requires_grad
 
 
-# --- through results ---------------------------------------------------------------------
+# --- second derivatives through results --------------------------------------------------
 
 
 def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mode():
-    """The backward of slogdet takes a shortcut without grad mode that forgets the tangent."""
+    """Without grad mode the backward of slogdet takes a shortcut that drops the tangent."""
     torch.manual_seed(0)
     a, v = torch.randn(2, 3, 3, dtype=F64)
     f = lambda a: torch.linalg.slogdet(a @ a.T + 3 * torch.eye(3, dtype=F64))[1]
@@ -223,7 +223,7 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
     assert torch.allclose(one, other, rtol=1e-12)
 
 
-# --- gradients that f switches off --------------------------------------------------------
+# --- f disables gradients -----------------------------------------------------------------
 
 
 def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_graph():
@@ -235,7 +235,7 @@ def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_gra
         gt.jvp(f, (x,), (x,))
 
 
-# --- mixed_partial is differentiable in all that it depends on
+# --- mixed_partial is differentiable with respect to all inputs
 
 POINT = {
     "y": torch.tensor([2.0, 1.0], dtype=torch.float64),
@@ -244,8 +244,8 @@ POINT = {
 }
 MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
 ALONG = {
-    "a capture of G that is y": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
-    "a capture of G that a keyword names": lambda v: (
+    "y captured by G": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
+    "an array captured by G as a keyword": lambda v: (
         (lambda w: lambda z: torch.nn.functional.linear(z**2, weight=w).tanh())(torch.outer(v, v)),
         "y",
         "z",
@@ -253,7 +253,7 @@ ALONG = {
     ),
     "z": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", v, "u"),
     "u": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", "z", v),
-    "z and u that are computed from y": lambda v: (
+    "z and u computed from y": lambda v: (
         (lambda z: torch.tanh(z**2 @ MIX * v)),
         v,
         v * 2,
@@ -326,7 +326,7 @@ def test_a_mixed_partial_trains_the_parameters_of_G():
 
 
 class _Detached(torch.autograd.Function):
-    """x^2, whose backward pass records no graph."""
+    """x^2 with a backward pass that records no graph."""
 
     @staticmethod
     def forward(ctx, x):
@@ -339,7 +339,7 @@ class _Detached(torch.autograd.Function):
 
 
 def test_a_pullback_without_a_graph_is_not_transposed():
-    """Its transpose, the pushforward, would be zero in silence."""
+    """The pushforward is the transpose of the pullback and would silently be zero."""
     x = torch.tensor([1.0, 2.0])
     for f in (
         lambda x: torch.cond(x.sum() > 0, lambda x: x**3, lambda x: x**2, (x,)),
@@ -352,7 +352,7 @@ def test_a_pullback_without_a_graph_is_not_transposed():
     assert zero.tolist() == [0.0, 0.0]
 
 
-# --- Jacobians whose numbers were wrong ----------------------------------------------------
+# --- Jacobians that used to be wrong -------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(2, 5), (5, 2), (3, 3)])
@@ -365,7 +365,7 @@ def test_the_dtype_of_a_jacobian_depends_on_no_size_where_f_changes_the_precisio
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
 def test_distances_are_mapped_right(p):
-    """The batching rule of cdist's backward kernel is wrong: `jacrev` is off by 0.7 to 2."""
+    """The batching rule of cdist's backward kernel is wrong: `jacrev` has errors of 0.7 to 2."""
     torch.manual_seed(0)
     x, y = torch.randn(3, 2, dtype=F64), torch.randn(4, 2, dtype=F64)
     f = lambda x: torch.cdist(x, y, p)

@@ -1,4 +1,4 @@
-"""Every engine beside a thread that stays in forward mode, and interrupted at every call."""
+"""Every engine next to a thread in forward mode, and with interrupts at every call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_beside_a_thread_that_stays_in_forward_mode(name):
-    """The one level of dual numbers is taken: a tangent is the transpose of the pullback."""
+    """PyTorch has only one dual level, so the tangent is computed by transposing the pullback."""
     expected = WAYS[name](X).detach()
     entered, done = threading.Event(), threading.Event()
 
@@ -74,10 +74,10 @@ def test_beside_a_thread_that_stays_in_forward_mode(name):
 
 
 def interrupted(name, count):
-    """Whether an interrupt struck at the start of this call of a function of gradtools.
+    """Raise KeyboardInterrupt at call number `count` of gradtools; return whether it was raised.
 
-    Python handles signals there. (In `__enter__` and `__exit__` none can be survived, in PyTorch's
-    own contexts neither.)
+    Python handles signals at the start of calls. `__enter__` and `__exit__` are excluded: like
+    PyTorch's own context managers they do not survive an interrupt.
     """
     left = count
 
@@ -105,11 +105,11 @@ _CONTEXTS = ("__enter__", "__exit__")
 
 @pytest.mark.parametrize("name", ["grad", "jvp", "linearize", "hvp", "jacobian, forward"])
 def test_an_interrupt_at_any_call_leaves_no_mode(name):
-    WAYS[name](X)  # which imports what it needs
+    WAYS[name](X)  # the first call imports modules
     before, count = everything(), 1
     while interrupted(name, count):
         assert not changes(before, everything()), count
-        with dual_level():  # which is free
+        with dual_level():  # the dual level is free
             pass
         count += 1
     assert count > 20

@@ -1,4 +1,4 @@
-"""What only PyTorch has: odd tensors, hooks that raise, modes around a call, the meta device."""
+"""Faults in PyTorch only: unusual tensors, hooks that raise, modes around calls, meta device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMPLEX = {
 
 
 class Named(torch.Tensor):
-    """A subclass that does nothing of its own."""
+    """A tensor subclass without behavior of its own."""
 
 
 def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The same values, in memory of their own."""
+    """Return the same values in newly allocated memory."""
     return torch.tensor(x.detach().resolve_conj().resolve_neg().cpu().numpy().copy())
 
 
@@ -60,7 +60,8 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         if a.dtype.kind in "US":
             assert a.tolist() == b.tolist()
         else:
-            np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)  # other strides, other kernels
+            # other strides select other kernels, which round differently
+            np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)
 
 
 def result(use: Use, x: torch.Tensor) -> Any:
@@ -84,7 +85,7 @@ def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
             assert_same(found, expected)
 
 
-# A captured tensor, and a dual number's primal, are PyTorch's own to refuse.
+# PyTorch itself raises these errors, for a captured inference tensor or a dual number's primal.
 REFUSED = {
     (
         "microbatched_value_and_grad",
@@ -94,11 +95,11 @@ REFUSED = {
 }
 
 
-# --- hooks that raise, modes around the call -----------------------------------------------
+# --- hooks that raise, and modes around the call -------------------------------------------
 
 
 class Flag:
-    """A flag that is on inside."""
+    """A context manager that sets a flag."""
 
     def __init__(self, get: Any, put: Any) -> None:
         self.get, self.put = get, put
@@ -112,7 +113,8 @@ class Flag:
 
 
 ELSEWHERE = "a default device elsewhere"
-MADE_THERE = ("asarray", "random_key", "split_key")  # these make arrays where the default says
+# these functions create arrays on the default device
+MADE_THERE = ("asarray", "random_key", "split_key")
 AROUND = {
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
@@ -123,7 +125,8 @@ AROUND = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "the default dtype": lambda: Flag(lambda: torch.float32, set_double),
     "one thread in autograd": lambda: torch.autograd.set_multithreading_enabled(False),
-    ELSEWHERE: lambda: torch.device("meta"),  # which any machine has; arrays made there hold none
+    # exists on every machine; its tensors store no numbers
+    ELSEWHERE: lambda: torch.device("meta"),
 }
 
 
@@ -149,7 +152,7 @@ def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):
                 assert_same(found, expected)
 
 
-# What f captures was made in inference mode, and is PyTorch's own to refuse.
+# PyTorch itself raises these errors for captured tensors made in inference mode.
 INSIDE = {
     (
         "microbatched_value_and_grad",
@@ -160,7 +163,7 @@ INSIDE = {
 
 
 def test_a_backward_pass_inside_inference_mode_computes_its_chunks_again_with_a_graph():
-    """It gave zeros in silence for what was computed again there."""
+    """Recomputation in inference mode used to return zeros silently."""
     x = P.clone().requires_grad_()
     f = lambda x: torch.sin(x) + x * x
     for again in (gt.chunked(f, 2), gt.chunked(f, 2), gt.frozen(f)):

@@ -1,4 +1,4 @@
-"""Frozen functions in PyTorch: kernels without forward mode, state, parameters, engines."""
+"""Frozen functions in PyTorch: kernels without forward mode, state, parameters and engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loss(y, g):
 
 
 def second(G, zs, y, order="use by use", along=False):
-    """The derivative along y of a function of all df/dz_i, and these."""
+    """Return the derivative along y of a function of all df/dz_i, and all df/dz_i."""
     if along:
         zs = [(z * y.mean()).sin() for z in zs]
     if order == "use by use":
@@ -146,7 +146,7 @@ def test_mixed_partial_names_frozen_where_g_has_no_forward_mode():
     same([gt.grad(slope)(y)], [gt.grad(plain)(y)])
 
 
-# --- what stops or changes gradients in reverse mode ------------------------------------------
+# --- operations that stop or change gradients in reverse mode ---------------------------------
 
 
 def under_no_grad(z):
@@ -226,7 +226,7 @@ def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operato
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("along", [False, True])
 def test_an_argument_may_be_expanded(tracked, along):
-    """Its entries share memory, and PyTorch lays the tangents out as it lies."""
+    """The entries of z share memory, and PyTorch gives its tangent the same strides."""
     base, y = torch.linspace(-1, 1, 4, dtype=D, requires_grad=True), torch.ones(3, dtype=D)
     model, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(D), y.requires_grad_()
     model.requires_grad_(tracked)
@@ -381,7 +381,8 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     result = total(gt.frozen(G))
     before = next(calls)
     result.backward()
-    assert next(calls) - before - 1 == 1  # forward mode, or double backward
+    # the backward pass evaluates G once more, in forward mode or by double backward
+    assert next(calls) - before - 1 == 1
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])
     assert (z.grad is not None) == tracked

@@ -1,4 +1,4 @@
-"""`frozen(module)` is a module: in state_dict, moved, printed and pickled as one."""
+"""`frozen(module)` is a module: state_dict, `to`, printing and pickling work."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def slope(inner, G, y, z):
 
 @pytest.mark.parametrize("inner", ["gt.grad", "autograd.grad"])
 def test_a_second_derivative_that_may_be_differentiated_costs_four_forward_passes(inner):
-    """gt.grad's result is attached where y or z requires grad; a third derivative is its own."""
+    """gt.grad's result has a graph if y or z requires grad; third derivatives use another path."""
     torch.manual_seed(1)
     net = network(DEPTH)
     G, z = gt.frozen(net), torch.randn(ROWS, WIDTH, requires_grad=True)
     y = torch.randn(WIDTH, requires_grad=True)
     run = lambda: gt.grad(lambda y: slope(inner, G, y, z))(y)
-    run()  # what is verified is verified once
+    run()  # the first call includes a verification
     assert flops(run) == 4 * 2 * ROWS * WIDTH * WIDTH * DEPTH
     third, expected = (
         torch.autograd.grad(gt.grad(lambda y: slope(inner, f, y, z))(y).sin().sum(), [y, z])

@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md are what the programs run, to each number and each edge."""
+"""The graphs in docs/gallery.md evaluate to the numbers that their programs compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BY_NAME = {picture.name: picture for picture in PICTURES}
 
 
 def by_autograd(picture: Picture) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What goes in, and what PyTorch itself makes of it, under the graph's names."""
+    """Return inputs and PyTorch's own results by the names of the graph."""
     torch.manual_seed(0)
     graph = picture.graph()
     named = [graph.values[v].name for v in graph.inputs[: len(picture.args)]]

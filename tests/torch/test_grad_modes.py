@@ -1,4 +1,4 @@
-"""Every derivative under no_grad, inference_mode or inside a backward pass equals the plain one."""
+"""Derivatives under no_grad, in inference_mode or in a backward pass equal the plain ones."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Program = Callable[[Any, torch.Tensor], Any]
 
 
 def along(g: Any) -> Program:
-    """A jvp of `g(f)` at x."""
+    """Return a program that computes the jvp of `g(f)` at x."""
     return lambda f, x: gt.jvp(g(f), (x,), (T,))
 
 
 def around(g: Any) -> Program:
-    """A jvp around `g(f, x)(s)`, which captures x."""
+    """Return a program that computes a jvp of `g(f, x)`, which captures x."""
     return lambda f, x: gt.jvp(g(f, x), (T,), (2 * T,))
 
 
@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 class Asking(torch.autograd.Function):
-    """Calls a program in its backward pass."""
+    """A Function that runs a program in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, program: Any, results: list[Any]) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad(
 
 @pytest.mark.parametrize("depth", [3, 30])
 def test_inside_of_hooks_a_pushforward_without_a_graph_saves_nothing_of_the_network(depth):
-    """Neither G's values nor those of a gradient in it reach the hooks, which drop tangents."""
+    """The hooks, which drop tangents, process no values of G and of the gradient inside of G."""
     saved: list[int] = []
     f = lambda y, g: (y * g).sin().sum()
 

@@ -1,4 +1,4 @@
-"""The passes of a PyTorch program: modules and parameters by name, in place, effects, Functions."""
+"""Gradient graphs of PyTorch: module and parameter names, in-place writes, effects, Functions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""In healthy training losses of modules why_zero finds nothing; planted terms are found."""
+"""why_zero reports nothing for healthy losses of modules and reports each planted bug."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 def test_a_healthy_training_loss_has_no_finding(healthy):
     torch.manual_seed(0)
     loss, model = healthy.program()
-    for _ in range(2):  # the first call of the loop, and a later one
+    for _ in range(2):  # the first call of the loop and a later call
         report = gt.why_zero(loss, model=model)
         assert not report, str(report)
         loss()

@@ -1,4 +1,4 @@
-"""Host kernels where only PyTorch goes: devices, layouts, tracers, the inductor."""
+"""Host kernels in PyTorch only: devices, layouts, tracers and inductor."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def test_the_result_goes_to_the_device_of_the_first_array(torch_device):
     f = host(lambda x, y: x + y)
     assert f(x, y).device == x.device
     assert torch.vmap(f)(x, y).device == x.device
-    meta = f(torch.ones(3, device="meta"), y)  # what a trace would see
+    # meta tensors have shapes and no values, as in a trace
+    meta = f(torch.ones(3, device="meta"), y)
     assert (meta.device.type, meta.shape) == ("meta", (3,))
 
 
-# --- a plain call, and what it must leave to PyTorch's own dispatcher ---------------------
+# --- plain calls, and calls that PyTorch's dispatcher must handle -------------------------
 
 
 def _legacy(f):

@@ -1,8 +1,8 @@
-"""A rule or edit that returns its input, and what is then written in place.
+"""Rules and edits that return their input, followed by in-place writes.
 
-The output has memory of its own, so each program gives the number of the same program with
-`x.clone()` in place of the identity; the oracle is PyTorch's own reverse mode. Only a rule that
-saved its input may refuse, as any operation does whose input was changed before its backward pass.
+The output has its own memory, so each program must return the same number as with `x.clone()` as
+the identity, differentiated by PyTorch's own reverse mode. Only a rule that has saved its input may
+raise, like any operation whose input is changed before its backward pass.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ ROUTES = {
 }
 RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
 EDITS = [*IDENTITIES][:6]
-MAY_VIEW = ("chunked", "checkpoint", "frozen")  # which run f itself in forward mode
+MAY_VIEW = ("chunked", "checkpoint", "frozen")  # these operators run f itself in forward mode
 
 
 @pytest.mark.sampled(40, 80)
@@ -173,7 +173,7 @@ PAIRS = {
 
 
 def weighed(pair):
-    """A rule that tells its cotangents apart: it is no derivative of the pair."""
+    """Return a rule that weights its two cotangents differently, unlike the pair's derivative."""
     rule = gt.custom_rule(pair)
     rule.defvjp(lambda x: (pair(x), None), lambda r, c: (c[0] + 2 * c[1],))
     return rule

@@ -1,7 +1,7 @@
-"""Training through a Jacobian-vector product, as MeanFlow does, in what models are trained with.
+"""Training through a Jacobian-vector product, as in MeanFlow, with common training setups.
 
-The truth is the same loss by the math kernel in float64, its derivative along the path by finite
-differences. Around it: kinds of attention, `gt.checkpoint`, precisions and compilers.
+The expected values come from the same loss with the math kernel in float64 and finite differences
+along the path. The axes are kinds of attention, `gt.checkpoint`, precisions and compilers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ CHECKPOINTS = {
     "gt": lambda f, *xs: gt.checkpoint(f)(*xs),
 }
 AXES = "kind", "way", "precision"
-PRECISIONS = {"float64": 1e-9, "float32": 2e-5, "bf16": 0.05, "compiled": 2e-5}  # and tolerances
+# precisions and their tolerances
+PRECISIONS = {"float64": 1e-9, "float32": 2e-5, "bf16": 0.05, "compiled": 2e-5}
 RARE = [(kind, "compiled") for kind in ATTENTION if kind != "causal"]
 
 
 class Block(nn.Module):
-    """A layer of a transformer that is modulated by the time."""
+    """A transformer layer that is modulated by the time."""
 
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Block(nn.Module):
 
 
 class Velocity(nn.Module):
-    """u(x, t), the velocity of MeanFlow."""
+    """The velocity u(x, t) of MeanFlow."""
 
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
@@ -93,14 +94,14 @@ def batch(dtype: torch.dtype) -> list[Tensor]:
 
 
 def loss(jvp: Any, u: Any, x: Tensor, t: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """MeanFlow's, and a term in which the tangent itself is trained."""
+    """MeanFlow's loss plus a term whose gradient goes through the tangent."""
     y, dy = jvp(u, (x, t), (v, torch.ones_like(t)))
     target = (v - t[:, None] * dy).detach()
     return (y - target).square().mean() + 0.1 * (dy * w).mean()
 
 
 def by_differences(u: Any, primals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    """Central differences of eighth order."""
+    """Return the value and the eighth-order central difference."""
     weights, h = ((1, 4 / 5), (2, -1 / 5), (3, 4 / 105), (4, -1 / 280)), 1e-3
     at = lambda e: u(*[x + e * dx for x, dx in zip(primals, tangents, strict=True)])
     return at(0.0), sum(a * (at(k * h) - at(-k * h)) for k, a in weights) / h
@@ -120,7 +121,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def errors(kind: str, way: str, precision: str) -> list[float]:
-    """Of two steps, how far their gradients are from the truth, over its norm."""
+    """Return the gradient errors of two training steps, relative to the norm."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = Velocity(kind, way).to(dtype)
     data = batch(dtype)

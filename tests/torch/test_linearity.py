@@ -1,4 +1,4 @@
-"""Rules in 16 bits, whose rounding is coarse."""
+"""Linearity of rules in 16-bit dtypes, which have large rounding errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lost gradients in a training loop: planted losses, each against plain steps that move nothing."""
+"""Lost gradients in PyTorch training: losses with planted bugs, compared with plain steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning
 
 
 def still(given: Loop, steps: int):
-    """The names of what plain steps do not move."""
+    """Return the names of the parameters that plain optimizer steps do not change."""
     before = {name: x.detach().clone() for name, x in given.meant.items()}
     for _ in range(steps):
         given.optimizer.zero_grad()
@@ -48,7 +48,7 @@ def test_a_healthy_loop_has_nothing_to_tell():
     )
 
 
-# --- in the midst of a loop --------------------------------------------------------------
+# --- in the middle of a training loop ----------------------------------------------------
 
 
 def test_in_the_midst_of_a_loop_nothing_is_changed():
@@ -94,7 +94,7 @@ def test_a_graph_from_before_is_entered_only_if_f_reads_no_leaf():
     loss = torch.relu(w.exp() - 100).sum()
     assert kinds_by_leaf(gt.why_zero(lambda: loss, model={"w": w})) == {"w": "zero"}
     h = w.square().exp()
-    h.sum().backward()  # frees the graph
+    h.sum().backward()  # this backward call frees the graph of h
     report = gt.why_zero(lambda x: (torch.relu(x - 5) * h).sum(), torch.ones(3))
     assert kinds_by_leaf(report) == {"argument 0": "zero"}
 
@@ -105,7 +105,7 @@ def test_a_loss_that_is_no_closure_is_refused():
         gt.why_zero(F.cross_entropy(model(X), Y), model=model)
 
 
-# --- what is given -----------------------------------------------------------------------
+# --- arguments of why_zero ---------------------------------------------------------------
 
 
 def test_a_closure_alone_is_asked_about_what_it_holds():
@@ -128,7 +128,7 @@ def test_several_models_and_optimizers():
     }
 
 
-# --- the text ----------------------------------------------------------------------------
+# --- texts of reports --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", ["grad", "per_example_grad", "microbatched"])

@@ -1,4 +1,4 @@
-"""The gradient at a module is that of `loss.backward()`, bit for bit, whatever the module holds."""
+"""The gradient for a module equals `loss.backward()` bit by bit, for modules of every kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def squared(net):
 
 
 class Marked(nn.Module):
-    """Weight decay by an attribute of the parameters."""
+    """A module with weight decay by an attribute of the parameters."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Marked(nn.Module):
 
 
 class ByClass(nn.Linear):
-    """A penalty on what is an nn.Parameter."""
+    """A module with a penalty on attributes that are instances of nn.Parameter."""
 
     def forward(self, x):
         return super().forward(x) + sum(
@@ -45,7 +45,7 @@ class ByClass(nn.Linear):
 
 
 class Lambda(nn.Module):
-    """A lambda over the module itself."""
+    """A module with a lambda that closes over the module."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Lambda(nn.Module):
 
 
 class Table(nn.Module):
-    """A table whose keys are parameters."""
+    """A module with a dict whose keys are parameters."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ OPERATORS = {
     "value_and_grad": lambda f, net: gt.value_and_grad(f)(net),
     "minimax": lambda f, net: gt.minimax_value_and_grad(f, 0, ())(net),
     "vjp": lambda f, net: _by_vjp(f, net),
-    # As a sum: a mean is divided by the sum of the weights, which rounds.
+    # With reduction "sum", because a mean divides by the sum of the weights, which rounds.
     "microbatched": lambda f, net: gt.microbatched_value_and_grad(
         lambda n, x: f(n), 6, reduction="sum"
     )(net, X),
@@ -207,7 +207,7 @@ def test_a_penalty_on_the_gradient_at_a_module_is_double_backward(make):
     (value + sum(g.square().sum() for g in grads)).backward()
     ours = seeded(make)
     value, grads = gt.value_and_grad(squared)(ours)
-    torch.rand(3)  # the recomputation starts from the streams of the first evaluation
+    torch.rand(3)  # the recomputation must restore the random state of the first evaluation
     state = torch.get_rng_state()
     (value + sum(g.square().sum() for g in grads.values())).backward()
     assert torch.equal(torch.get_rng_state(), state)

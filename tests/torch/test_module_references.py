@@ -1,4 +1,4 @@
-"""Parameters that f reaches by other references than the module that is its argument."""
+"""Parameters that f reaches by other references than the module in its arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gradtools.torch as gt
 
 
 class Equilibrium(nn.Module):
-    """A layer whose equation and solver are bound methods."""
+    """A layer whose implicit solution has bound methods as equation and solver."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Equilibrium(nn.Module):
 
 
 class Rounded(nn.Module):
-    """An operator of two bound methods as an attribute."""
+    """A module with an operator of two bound methods as an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Rounded(nn.Module):
 
 
 class Hooked(nn.Module):
-    """A forward hook, and an attribute, that close over the module."""
+    """A module with a forward hook and an attribute that close over the module."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Hooked(nn.Module):
 
 
 class Beside(nn.Module):
-    """A module of which f also reads a part by a variable."""
+    """A module with a part that a variable of f refers to as well."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,8 @@
-"""gradtools registers, patches and copies nothing of PyTorch that outlives a call, or precedes it.
+"""gradtools registers, patches and copies nothing in PyTorch outside of its own calls.
 
-What is read: each kernel that PyTorch's dispatcher knows, and what stands in the namespaces that
-users call. In a process of its own, since PyTorch registers some kernels itself at their first use.
+The tests compare all kernels of PyTorch's dispatcher and the attributes of its public namespaces
+before and after. They run in subprocesses, because PyTorch registers some kernels at their first
+use.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ KEYS = (
 
 
 def registrations():
-    """The kernels of every operator, by dispatch key."""
+    """Return the kernels of every operator by dispatch key."""
     kernels = torch._C._dispatch_get_registrations_for_dispatch_key
     return {(key, kernel): True for key in KEYS for kernel in kernels(key)}
 
 
 def attributes():
-    """What stands where users look for it, by identity."""
+    """Return the public attributes of PyTorch's namespaces by identity."""
     places = (torch, torch.Tensor, functional, torch.autograd, torch.autograd.Function, nn.Module)
     places += (torch.autograd.graph, forward_ad, torch.func, torch.overrides, nn.Parameter)
     return {(p.__name__, name): id(value) for p in places for name, value in vars(p).items()}
 
 
 def run_everything():
-    """Every public operator once, then second derivatives through layers of all kinds."""
+    """Use every public operator once, then second derivatives through layers of several kinds."""
     x = torch.tensor(POINT)
     for use in USES:
         if "torch" in use.backends:
@@ -58,7 +59,7 @@ def run_everything():
 
 
 def second(G, shape, part=lambda found: found):
-    """A derivative to y and z of a gradient by z through G."""
+    """Return derivatives with respect to y and z of a gradient through G."""
     z, y = torch.ones(shape, dtype=D).requires_grad_(), torch.tensor(2.0, requires_grad=True)
     value = (y * part(G(z))).pow(2).sum()
     (slope,) = torch.autograd.grad(value, z, create_graph=True)
@@ -70,7 +71,7 @@ def changed(before, after):
 
 
 def told_by(program):
-    """What a program prints in a process of its own."""
+    """Return the output of a program in a subprocess."""
     lines = ["import sys, warnings", f"sys.path[:0] = {sys.path!r}"]
     text = "\n".join([*lines, "warnings.simplefilter('ignore')", textwrap.dedent(program)])
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
@@ -94,7 +95,7 @@ def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     assert told_by(program) == "[] []"
 
 
-# --- what users patch ------------------------------------------------------------------------
+# --- functions that users patch --------------------------------------------------------------
 
 
 def sharper(query, key, value, *args, **kwargs):
@@ -116,7 +117,7 @@ PATCHES = [
 def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
     name, patch, weights, monkeypatch
 ):
-    """As attention libraries do; the oracle is double backward of the same module."""
+    """Attention libraries patch functions like this; double backward is the reference."""
     torch.manual_seed(0)
     heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
     G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]
@@ -135,7 +136,7 @@ Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
 def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
-    """The first to enter leaves first; what the second found is the stance of the first."""
+    """The first thread exits first, although the second has saved the stance that it had set."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     first_entered, second_entered = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Every operator on a device that is not the CPU, which `other_device.py` makes on any machine."""
+"""Every operator on a simulated device other than the CPU, which `other_device.py` provides."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
-OF_THE_HOST = {"asarray", "random_key", "split_key"}  # which are asked for no device
-WAITS = {  # of a call that is not the first
-    "asarray": 1,  # of what `to_numpy` gave
+OF_THE_HOST = {"asarray", "random_key", "split_key"}  # Functions without array arguments.
+WAITS = {  # Host synchronizations of a call after the first.
+    "asarray": 1,  # The use converts an array with `to_numpy`.
     "to_numpy": 1,
-    "host_function: kernel": 3,  # the kernel's operands, and what its pullback is given
+    "host_function: kernel": 3,  # the kernel's operands and the operands of its pullback
     "host_function: bwd": 3,
-    "chunked: compared at each pass": 2,  # each of its chunks
-    # These look at the numbers.
+    "chunked: compared at each pass": 2,  # One synchronization per chunk.
+    # These operators read numbers on the host.
     "implicit_solution: F": 4,
     "implicit_solution: solve": 4,
     "why_zero": 25,
@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """What the program says of each use; the device is that process's alone."""
+    """Return the report of the program on each use; the device exists only in the subprocess."""
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "other_device.py")], check=False,
         capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -72,24 +72,24 @@ def test_the_random_stream_of_the_device_moves_only_where_f_draws(name, found):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_runs_on_the_stream_on_which_an_operator_is_called(name, found):
-    """Backward passes, too, which run in a thread of the device."""
+    """Backward passes are included, which run in a thread of the device."""
     assert found[name]["strays"] == 0
 
 
 def test_more_chunks_are_no_more_waits(found):
-    """Four chunks and two; at the first call as well, where each chunk is compared."""
+    """The runs have four chunks and two chunks; the first call also compares each chunk."""
     for call in ("first", "again"):
         assert found["chunked: a chunk each"][call] == found["noise in chunked"][call]
 
 
 def test_the_sweep_finds_what_is_planted(found):
     told = {name: found[name] for name in other_device.FAULTS}
-    assert "same device" in told["an array of the CPU"]["error"]
+    assert "same device" in told["an array on the CPU"]["error"]
     assert "numpy" in told["NumPy's array"]["error"]
-    assert "generator" in told["a generator of the CPU"]["error"]
+    assert "generator" in told["a generator on the CPU"]["error"]
     assert "Unknown device type" in told["a device that JAX does not see"]["error"]
-    assert told["a number that is read"]["again"] == 1
+    assert told["a number read by the host"]["again"] == 1
     assert told["a result on the CPU"]["devices"] == ["cpu"]
-    assert told["a random stream that moves"]["drew"]
+    assert told["a random state that changes"]["drew"]
     assert not told["another result"]["agrees"]
-    assert told["a stream that is left out"]["strays"] == 1
+    assert told["an ignored stream"]["strays"] == 1

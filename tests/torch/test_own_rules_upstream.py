@@ -1,6 +1,6 @@
-"""What plain PyTorch does to a rule of one's own, and what ours does in its place.
+"""Bugs of plain PyTorch with custom rules, and the behavior of gradtools instead.
 
-Each test holds the upstream bug as it is today: it fails, and so tells, when upstream is mended.
+Each test asserts an upstream bug and fails when upstream has fixed it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def test_91469_there_is_no_compiled_double_backward():
     loss = lambda x: cube(x).sum()
     second = lambda f: gt.grad(lambda x: gt.grad(f)(x).sum())
     run = compiled(loss)
-    alias = x.view_as(x)  # at a tensor that is no leaf PyTorch raises nothing
+    # PyTorch raises no error if `alias`, which is not a leaf, is differentiated
+    alias = x.view_as(x)
     (g,) = torch.autograd.grad(run(alias), alias, create_graph=True)
     assert torch.autograd.grad(g.sum(), x, allow_unused=True) == (None,)
     with pytest.raises(GradtoolsError, match="no compiled double backward"):

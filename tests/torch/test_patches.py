@@ -1,4 +1,4 @@
-"""Patches of PyTorch's classes: of one thread, one inside of another, and gone afterwards."""
+"""Patches of PyTorch's classes are thread-local, nest, and are removed afterwards."""
 
 import threading
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def test_blocks_of_threads_that_end_crosswise_leave_the_class_as_it_was(patch, h
     for thread in other(there.__enter__):
         thread.start(), thread.join()
     here.__exit__(None, None, None)
-    assert vars(holder).get(name) is not before  # the other block goes on
+    assert vars(holder).get(name) is not before  # the other thread's patch is still active
     for thread in other(lambda: there.__exit__(None, None, None)):
         thread.start(), thread.join()
     assert vars(holder).get(name) is before
@@ -79,7 +79,7 @@ def test_a_users_function_is_one_link_for_who_records_it(bound):
 
 
 def test_why_zero_follows_a_function_that_no_patch_sees(monkeypatch):
-    """As from PyTorch 2.14 on, where a bound `apply` is a function in C."""
+    """Simulate PyTorch 2.14, in which a bound `apply` is a C function."""
     unseen = lambda around: nullcontext()
     monkeypatch.setattr(recorder, "functions_applied", unseen)
     for f in (lambda x: Through.apply(x).sum(), lambda x: Through.apply(x * 2).exp().sum()):

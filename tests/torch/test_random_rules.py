@@ -1,6 +1,7 @@
-"""A rule whose functions draw random numbers: a derivative is that of the value that was returned.
+"""Rules that draw random numbers: derivatives belong to the value that was returned.
 
-Its code may run a second time, for a tangent or a second derivative, and then draws the same.
+The rule may run a second time, for a tangent or a second derivative, and must draw the same
+numbers.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def value_and_linearized(f, x):
     return y, pushforward(ONES)
 
 
-FIRST = {  # noise x**2 and 2 noise x
+FIRST = {  # value noise x**2 and derivative 2 noise x
     "vjp": value_and_vjp,
     "linearize": value_and_linearized,
     "jvp": lambda f, x: gt.jvp(f, (x,), (ONES,)),
     "torch's jvp": lambda f, x: torch.func.jvp(f, (x,), (ONES,)),
 }
-SECOND = {  # 2 noise x and 2 noise
+SECOND = {  # derivatives 2 noise x and 2 noise
     "jvp of grad": lambda f, x: gt.jvp(gt.grad(lambda x: f(x).sum()), (x,), (ONES,)),
     "hvp": lambda f, x: [y[0] for y in gt.hvp(lambda x: f(x).sum(), (x,), (ONES,))],
     "torch's jvp of grad": lambda f, x: torch.func.jvp(
@@ -106,7 +107,7 @@ SAVED_PULLBACK = {
 
 @pytest.mark.parametrize("way", SAVED_PULLBACK)
 def test_a_pullback_that_is_saved_is_differentiated_in_forward_mode_too(way):
-    """As residual it is a closure, which a second derivative must build again with its draws."""
+    """The residual is a closure, so the second derivative rebuilds it with the same draws."""
     rule = gt.custom_rule(random_square)
     rule.defvjp(lambda x: gt.vjp(random_square, x), lambda pullback, ct: pullback(ct))
     results = []

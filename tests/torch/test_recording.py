@@ -1,4 +1,4 @@
-"""A run that is recorded leaves nothing behind, sees what it should, and costs what it must."""
+"""A recorded run leaves no state behind, records the right operations and has a bounded cost."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def operations(f, *args):
     return [node.operation for node in recorded(f, *args).graph.nodes]
 
 
-# --- what is left behind -----------------------------------------------------------------
+# --- state after a recording -------------------------------------------------------------
 
 
 class _Busy(nn.Module):
-    """Changes everything that it can."""
+    """A module that changes its buffers, parameters and attributes."""
 
     def __init__(self, raises=False):
         super().__init__()
@@ -158,7 +158,7 @@ def test_other_threads_are_not_seen():
     assert operations(f, X) == ["sin"]
 
 
-# --- what is seen ------------------------------------------------------------------------
+# --- recorded operations -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
@@ -171,11 +171,11 @@ def test_inside_a_transform_it_is_refused(transform):
         transform(f)(X)
 
 
-# --- what it costs -----------------------------------------------------------------------
+# --- number of runs ----------------------------------------------------------------------
 
 
 def test_a_healthy_function_runs_once_however_many_leaves_it_has():
-    calls = itertools.count()  # which no snapshot puts back
+    calls = itertools.count()  # a snapshot cannot restore the counter
 
     def f(params):
         next(calls)
@@ -185,7 +185,7 @@ def test_a_healthy_function_runs_once_however_many_leaves_it_has():
     assert next(calls) == 1
 
 
-# --- what leaves PyTorch -----------------------------------------------------------------
+# --- values that leave PyTorch -----------------------------------------------------------
 
 
 def test_numbers_that_are_only_logged_cost_three_runs_of_each_line():
@@ -199,10 +199,11 @@ def test_numbers_that_are_only_logged_cost_three_runs_of_each_line():
         return (x**2).sum()
 
     assert not gt.why_zero(f, X)
-    assert next(calls) <= 2 + 2 * 3  # recorded, again, and at two lines with other numbers
+    # one recording, one repetition, and runs with changed numbers at two lines
+    assert next(calls) <= 2 + 2 * 3
 
 
-# --- memory that is shared, the same in all recordings -----------------------------------
+# --- shared memory in all recordings -----------------------------------------------------
 
 
 def _whole_then_view(x, z):
@@ -266,7 +267,7 @@ SHARED = {
 
 
 def _reached_in(graph):
-    """Whether the output is reached from the second argument, and whether a derivative is."""
+    """Return whether the output is independent of the argument and whether it is differentiable."""
     return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
 
 

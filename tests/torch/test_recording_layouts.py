@@ -1,4 +1,4 @@
-"""What looks at a run leaves any function be that runs alone, however its tensors lie in memory."""
+"""why_zero and gradient_graph accept functions with tensors of any memory layout."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_tensor_may_be_read_by_an_operation_in_place(look, kind):
 
 
 class _Counts(torch.nn.Module):
-    """A buffer, and another one that is a view of it with one entry in three places."""
+    """A module with a buffer and an expanded view of it as another buffer."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Wrappers that shard or reduce, around a model that calls our operators, in two processes.
+"""FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
 
-The oracle is the same wrapper around the plain loop over chunks. A program is right, or refused in
-gradtools' words in every process.
+The reference is the same wrapper around the plain loop over chunks. A program must be right, or
+gradtools must raise its own error in every process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SECONDS, WORLD = 90, 2
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Other rows in each process."""
+    """Return a batch that differs by process."""
     return torch.linspace(0.3, 9.0, 12, dtype=torch.float64).add(rank).sin().reshape(4, 3)
 
 
 def encoder(*more: nn.Module) -> nn.Sequential:
-    """The same in each process."""
+    """Return an encoder with the same weights in each process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 2)).double()
 
 
 class Towers(nn.Module):
-    """An encoder for two batches, and their loss."""
+    """A module with one encoder for two batches, and their loss."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()
@@ -51,17 +51,18 @@ class Towers(nn.Module):
         )
 
     def encoded(self, x: torch.Tensor) -> torch.Tensor:
-        """A method, which holds the whole module, sharded or not."""
+        """Encode x by a method of the module, whether the module is sharded or not."""
         return self.encoder(x)
 
 
 class Critic(nn.Module):
-    """A critic of the slopes of its scores around a generator that is not trained."""
+    """A critic with a gradient penalty around a generator that is not trained."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
-        self.G = [encode(net.requires_grad_(False))]  # whole in each process
+        # the list hides G from FSDP, so G is not sharded
+        self.G = [encode(net.requires_grad_(False))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         slopes = []
@@ -73,12 +74,12 @@ class Critic(nn.Module):
 
 
 def sharded(whole: nn.Module) -> nn.Module:
-    """FSDP2 around the whole step."""
+    """Apply FSDP2 to the whole module."""
     return fully_shard(whole, mesh=init_device_mesh("cpu", (WORLD,)))
 
 
 def sharded_layers(whole: Any) -> nn.Module:
-    """FSDP2 around each layer as well."""
+    """Apply FSDP2 to each layer and to the whole module."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in whole.encoder:
         if isinstance(layer, nn.Linear):
@@ -100,7 +101,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
     ),
 }
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # ours, and the plain way
+    # The operator and its plain version.
     "chunked": (
         lambda f: gt.chunked(f, 2),
         lambda f: lambda x: torch.cat([f(part) for part in x.split(2)]),
@@ -112,7 +113,7 @@ CASES = [(wrapper, operator) for wrapper in WRAPPERS for operator in (*OPERATORS
 
 
 def trained(rank: int, model: Any, wrap: Any, layers: Any, encode: Any) -> list[torch.Tensor]:
-    """Gradients and buffers after two steps."""
+    """Return gradients and buffers after two training steps."""
     whole = wrap(model(encode, encoder(*(layer() for layer in layers))))
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     torch.manual_seed(rank)
@@ -128,20 +129,20 @@ def trained(rank: int, model: Any, wrap: Any, layers: Any, encode: Any) -> list[
 
 
 def local(x: Any) -> torch.Tensor:
-    """This process's part."""
+    """Return this process's shard of a tensor."""
     x = x.to_local() if hasattr(x, "to_local") else x
     return x.detach().clone()
 
 
 def case(rank: int, wrapper: str, operator: str) -> Any:
-    """What ours gives and what the plain way gives; or the refusal."""
+    """Return the results of the operator and of its plain version, or the error."""
     (wrap, layers), (ours, plain) = WRAPPERS[wrapper], (OPERATORS | AROUND)[operator]
     model = Critic if operator == "frozen" else Towers
     try:
         found = trained(rank, model, wrap, layers, ours)
     except GradtoolsError as error:
         return f"refused: {error}"
-    except RuntimeError as error:  # FSDP2 itself may have no second derivative
+    except RuntimeError as error:  # FSDP2 itself may not support second derivatives
         with pytest.raises(type(error), match="setStorage"):
             trained(rank, model, wrap, layers, plain)
         return [], []

@@ -1,8 +1,7 @@
-"""What is computed again is what was computed: each program of the table, by each operator.
+"""Recomputed values equal the first ones in each program of the table, for each operator.
 
-Two equal worlds are made; gradtools runs in one and the plain program in the other. Numbers, what
-stands afterwards, random streams and flags are equal, or the program is refused in gradtools'
-words.
+Two equal worlds are created: gradtools runs in one, the plain program in the other. Values, state,
+random states and flags must be equal, or gradtools must raise its own error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ seed_numpy, numpy_state, put_numpy_state = np.random.seed, np.random.get_state, 
 
 @cache
 def _warmed() -> None:
-    """What PyTorch changes in the process once: with dynamo come filters of warnings and others."""
+    """Trigger PyTorch's one-time changes of the process, such as the warning filters of dynamo."""
     torch.compile(lambda x: torch.distributions.Normal(x, 1.0).mean, backend="eager")(torch.ones(1))
     torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1)).sum().backward()
 
@@ -47,7 +46,7 @@ def _seed() -> None:
 
 
 def outcome(program: Scenario, run: Run) -> dict[str, Any]:
-    """The numbers of a run, and the state and the process after it."""
+    """Return the values of a run, and the state of the world and of the process after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _seed()
@@ -64,7 +63,7 @@ def outcome(program: Scenario, run: Run) -> dict[str, Any]:
 
 
 def _plain(x: Any) -> Any:
-    """A tensor without a graph; other things as they are."""
+    """Return a tensor as a dense copy without a graph; return other objects unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach()
@@ -73,7 +72,7 @@ def _plain(x: Any) -> Any:
 
 
 def differs(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The first difference in words, of what gradtools gave and what the plain program gave."""
+    """Return a description of the first difference between two outcomes, or an empty string."""
     for part, tolerance in (("numbers", expected["tolerance"]), ("state", 0.0), ("process", 0.0)):
         (xs, tree), (ys, other) = tree_flatten(found[part]), tree_flatten(expected[part])
         if tree != other:
@@ -101,7 +100,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """Each program by each of its operators; chunks have two sizes and ways to compare in turn."""
+    """Yield all programs with their operators; chunk sizes and verify modes take turns."""
     for number, program in enumerate(PROGRAMS.values()):
         for kind in program.known["kinds"]:
             size, verify = ((2, "first"), (4, "first"), (2, True))[number % 3]
@@ -123,12 +122,12 @@ def test_what_is_computed_again_is_what_was_computed(program: Scenario, run: Run
         assert program.expected != RIGHT and run.kind in str(error), error
         assert program.expected == EITHER or "returns other values" in str(error)
     else:
-        with pytest.raises(type(error)):  # as the plain program does
+        with pytest.raises(type(error)):  # the plain program must raise the same type of error
             outcome(program, plain)
 
 
 def test_a_wrong_number_and_a_state_that_moved_are_seen() -> None:
-    """The control: any one leaf that differs is told."""
+    """Control: a difference in any single leaf must be reported."""
     program = PROGRAMS["batch norm in training"]
     right = outcome(program, Run(CHUNKED, True))
     for name in ("numbers", "state", "process"):

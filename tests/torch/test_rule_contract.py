@@ -1,8 +1,8 @@
-"""What an own rule promises in PyTorch, against the documented behaviour of autograd.Function.
+"""Promises of custom rules in PyTorch, compared with the documented autograd.Function.
 
-Programs are data: a Function as the manual of `torch.autograd.Function` has it, the same formulas
-as a `custom_rule`, and what is done with either. The Function is the oracle. Where ours does
-otherwise, the program stands in EXCEPTIONS with the reason.
+The programs are data: an autograd.Function as in PyTorch's documentation, the same formulas as a
+`custom_rule`, and a use of both. The Function computes the expected result. Programs for which
+custom_rule deliberately differs are in EXCEPTIONS with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def leaf(x=X):
     return x.clone().requires_grad_()
 
 
-# --- Functions as the manual has them, and the same as rules --------------------------------
+# --- Functions as in PyTorch's documentation, and the same formulas as rules ----------------
 
 
 class Exp(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Exp(torch.autograd.Function):
 
 
 class Sinh(torch.autograd.Function):
-    """Saves an intermediate, so its double backward is wrong (torch#76185)."""
+    """A Function that saves an intermediate, so its double backward is wrong (torch#76185)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -71,7 +71,7 @@ class Product(torch.autograd.Function):
 
 
 class Gram(torch.autograd.Function):
-    """With a residual that is no array, and autocast as the manual has it."""
+    """A Function with a residual that is not an array, and with the documented use of autocast."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -155,8 +155,8 @@ PAIRS = {
 
 
 class Program(NamedTuple):
-    name: str  # of the pair
-    run: object  # run(f) gives a tree of tensors and numbers, or raises
+    name: str  # The name of the pair in PAIRS.
+    run: object  # run(f) returns a pytree or raises.
 
 
 def grads(f, *xs, **told):
@@ -278,13 +278,13 @@ EXCEPTIONS = {
 }
 FORWARD_EXCEPTIONS = {
     "hooks": "the output's node hands the cotangent on to the graph of the tangent",
-    "a saved tensor written in place": "3 x^2 was computed when it was written",
-    "complex": "the Function takes a product's cotangent without the conjugate",
+    "a saved tensor written in place": "the forward rule computes 3 x^2 before the in-place write",
+    "complex": "the Function omits the conjugate in a product's cotangent",
 }
 
 
 def outcome(program, f):
-    """What comes out, or what kind of error."""
+    """Return the result of the program, or RuntimeError if it raises."""
     try:
         return program.run(f)
     except RuntimeError:
@@ -300,9 +300,9 @@ def test_a_rule_does_what_a_function_does(name, given):
     expected = outcome(program, native)
     if given == "forward":
         if program.name not in FORWARD or name in FORWARD_EXCEPTIONS:
-            pytest.skip(FORWARD_EXCEPTIONS.get(name, "there is no forward rule of it"))
+            pytest.skip(FORWARD_EXCEPTIONS.get(name, "the program has no forward rule"))
         ours = FORWARD[program.name]
-    for _ in range(3):  # the first call, what it taught, and what that taught
+    for _ in range(3):  # the first call, and calls that use the caches of earlier calls
         found = outcome(program, ours)
         if isinstance(expected, type):
             assert found is expected
@@ -313,7 +313,7 @@ def test_a_rule_does_what_a_function_does(name, given):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["a tree", "an identity"])
 def test_a_forward_rule_is_computed_again_as_it_was_computed(name, reentrant):
-    """A checkpoint counts what is saved, and its first pass is the first call of all."""
+    """A checkpoint counts the saved tensors, and its first pass is the first call of the rule."""
     f, jvp, slope = {
         "a tree": (
             lambda x: (x.sin(), x),
@@ -338,7 +338,7 @@ def test_a_saved_intermediate_is_differentiated():
         torch.testing.assert_close(twice(sinh), twice(torch.sinh))
 
 
-# --- a rule that is no rule -----------------------------------------------------------------
+# --- invalid rules --------------------------------------------------------------------------
 
 
 def test_a_check_neither_draws_random_numbers_nor_changes_what_is_saved():

@@ -1,4 +1,4 @@
-"""Rules in PyTorch: the framework's bugs that the mechanism goes around, and its own checks."""
+"""Rules in PyTorch: workarounds for upstream bugs, and PyTorch's own checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def second_forward(f, x):
 
 
 def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
-    """torch#197867: when this fails, `jvp` need not read level 0 and switch gradients on."""
+    """torch#197867: if this fails, `jvp` no longer needs its workaround for nested levels."""
     x = torch.tensor(2.0, dtype=torch.float64)
     assert second_forward(lambda x: x**3, x) == 12.0
     assert second_forward(MappedCube.apply, x) != 12.0
@@ -39,7 +39,7 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
 
 
 def test_a_rule_is_not_dropped_by_compiled_torch_func():
-    """torch#193279, torch#192985: its derivative here is not that of its primal."""
+    """torch#193279, torch#192985: the derivative of the rule differs from that of its value."""
     x = torch.tensor(2.0)
     f = lambda x: gt.reverse_gradient(x, 0.5) ** 2
     torch._dynamo.reset()
@@ -50,7 +50,7 @@ def test_a_rule_is_not_dropped_by_compiled_torch_func():
 
 
 def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
-    """Keys of rules are text: dynamo would make an integer symbolic when it meets a second."""
+    """Keys of rules are strings, because dynamo makes an integer symbolic when it changes."""
     torch._dynamo.reset()
     rules = [
         Rule(f"times {k}", lambda x, k=k: [k * x], tangent=lambda xs, dxs, k=k: [k * dxs[0]])
@@ -89,7 +89,7 @@ RULED = {
 
 @pytest.mark.parametrize("name", RULED)
 def test_a_tangent_along_a_graph_keeps_it(name):
-    """J v as a function of v is linear: its derivative is J^T w, called once or often."""
+    """J v is linear in v, so its derivative is J^T w, also after repeated calls."""
     f, x = RULED[name], torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
     v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
     for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_pullback_at_dual_numbers_keeps_their_tangents(kind, create_graph):
 
 
 def test_a_first_derivative_runs_fwd_once_whatever_it_saves():
-    """What is no array may depend on x: a derivative of the derivative runs it again."""
+    """A residual that is not a tensor may depend on x, so second derivatives run fwd again."""
     runs = []
 
     def fwd(x):
@@ -124,7 +124,7 @@ def test_a_first_derivative_runs_fwd_once_whatever_it_saves():
     assert len(runs) == 1
 
 
-# --- a bwd that takes a derivative by gradtools, as an implicit layer is written
+# --- a bwd that calls gradtools' derivatives, as in an implicit layer
 
 
 def _layer(x, w):

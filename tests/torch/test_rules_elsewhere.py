@@ -1,4 +1,4 @@
-"""Own rules where PyTorch is not plain eager: export, open lengths, threads, other tensors."""
+"""Custom rules outside of plain eager code: export, dynamic shapes, threads, subclasses."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, s
     again = torch.export.load(file).module()
     torch.testing.assert_close(again(2 * X), torch.expm1(2 * X * model.w) + 4 * X)
     x = X.clone().requires_grad_()
-    # The rule's output is a constant to autograd; what else there is, is differentiated.
+    # Autograd treats the rule's output as a constant after export and differentiates the rest.
     torch.testing.assert_close(
         torch.autograd.grad(again(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
     )
 
 
-# --- torch.compile with open lengths --------------------------------------------------------
+# --- torch.compile with dynamic shapes ------------------------------------------------------
 
 
 def scaled(kind):
@@ -131,13 +131,13 @@ def test_one_program_serves_all_lengths(kind, way, how):
     assert len(graphs) == 1
 
 
-# --- threads, as those of DataParallel ------------------------------------------------------
+# --- threads, as in DataParallel ------------------------------------------------------------
 
 
 @pytest.mark.sweep_at("jvp", "both")
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_may_use_one_rule_at_first_and_with_other_shapes(kind):
-    """Outputs whose structure differs from shape to shape, while threads take turns."""
+    """The structure of the outputs depends on the shape while threads alternate."""
     plain = lambda x: (torch.exp(x), x.sum(0)) if len(x) % 2 else {"a": torch.exp(x)}
     f = gt.custom_rule(plain)
     if kind != "jvp":
@@ -182,11 +182,11 @@ def test_threads_may_use_one_rule_at_first_and_with_other_shapes(kind):
     assert not wrong, wrong[0]
 
 
-# --- tensors of other kinds -----------------------------------------------------------------
+# --- tensor subclasses ----------------------------------------------------------------------
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that computes in __torch_dispatch__."""
+    """A tensor subclass that implements __torch_dispatch__."""
 
     @staticmethod
     def __new__(cls, x):
@@ -212,7 +212,7 @@ class Wrapper(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A subclass by __torch_function__."""
+    """A tensor subclass that only has the default __torch_function__."""
 
 
 class OwnParameter(torch.nn.Parameter):

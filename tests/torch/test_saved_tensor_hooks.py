@@ -1,4 +1,4 @@
-"""Derivatives inside of hooks on saved tensors, against the same derivatives without hooks."""
+"""Derivatives inside of saved-tensor hooks, compared with derivatives without hooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chained(chain: tuple[str, ...], f: Function) -> Function:
 
 
 def outcome(f: Function) -> Any:
-    """The value, and the gradient of a loss of it by backward, as a training step takes it."""
+    """Return the value and the gradient of a loss of it, as a training step computes them."""
     x = X.clone().requires_grad_()
     y = tree_leaves(f(x))
     loss = sum((y.sin() * y).sum() for y in y)
@@ -52,7 +52,7 @@ def outcome(f: Function) -> Any:
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "through NumPy", "torch's checkpoint"])
 @pytest.mark.parametrize("chain", [("jvp", "grad"), ("jvp", "jvp"), ("linearize", "grad")])
 def test_derivatives_inside_of_hooks_on_saved_tensors(chain, hooks):
-    """The hooks see what the derivative saves, and a checkpoint computes the derivative again."""
+    """The hooks process the derivative's saved tensors; a checkpoint recomputes the derivative."""
     f = chained(chain, cubic)
 
     def hooked(x: torch.Tensor) -> torch.Tensor:

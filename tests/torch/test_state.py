@@ -1,4 +1,4 @@
-"""What a recomputation puts back: random streams, generators and buffers, and nothing else."""
+"""Recomputation restores random states, generators and buffers, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ CHANGES = {
     "a buffer": lambda m: m.b.add_(1),
     "a buffer, uncounted": lambda m: m.b.data.add_(1),
     "running statistics": lambda m: m.inner(torch.randn(3, 2)),
-    "a buffer that is gone": no_buffer,
+    "a deleted buffer": no_buffer,
     "a new buffer": lambda m: m.register_buffer("c", torch.ones(1)),
     "a generator": lambda m: torch.rand(1, generator=m.generator),
     "the random stream": lambda m: torch.rand(1),
     "python's random stream": lambda m: random.random(),
     "NumPy's random stream": lambda m: np.random.rand(),  # noqa: NPY002
-    "the second number of a pair of Python's": lambda m: random.gauss(0, 1),
-    "the second number of a pair of NumPy's": lambda m: np.random.randn(),  # noqa: NPY002
+    "the cached second number of random.gauss": lambda m: random.gauss(0, 1),
+    "the cached second number of np.random.randn": lambda m: np.random.randn(),  # noqa: NPY002
 }
 
 
 def everything(model):
-    """All that is put back, in a form that can be compared."""
+    """Return all restored state in a form that can be compared."""
     buffers = [(k, x.tolist(), x._version) for k, x in model.named_buffers()]
     state = np.random.get_state()  # noqa: NPY002
     streams = [torch.get_rng_state(), model.generator.get_state()]

@@ -1,8 +1,8 @@
-"""Third derivatives of normalisations, of which PyTorch leaves a term out.
+"""Third derivatives of normalizations, in which PyTorch omits a term.
 
 (torch#175754, torch#186256)
 
-The oracle is the normalisation by plain operations.
+The reference is the normalization by plain operations.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def norms(request):
 
 
 def test_maml_with_several_inner_steps_is_right_to_any_order(norms):
-    """Each inner step differentiates once more what the outer gradient differentiates."""
+    """Each inner gradient step adds one order of differentiation to the outer gradient."""
 
     def after(norm):
         def loss(x):
@@ -83,6 +83,7 @@ def test_a_rule_whose_jvp_is_that_of_layer_norm_has_a_gradient(made):
     torch.testing.assert_close(gt.grad(loss(rule))(X), want)
     torch.testing.assert_close(torch.func.grad(loss(rule))(X), want)
     torch.testing.assert_close(gt.jvp(rule, (X,), (T,))[1], gt.jvp(plain, (X,), (T,))[1])
-    for second in (gt.grad, torch.func.grad):  # of its tangent, which PyTorch has wrong
+    # derivatives of the tangent are wrong in plain PyTorch
+    for second in (gt.grad, torch.func.grad):
         twice = lambda f, grad=second: grad(lambda x: grad(loss(f))(x).square().sum())(X)
         torch.testing.assert_close(twice(rule), twice(plain))

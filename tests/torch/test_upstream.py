@@ -1,4 +1,4 @@
-"""Each private name of PyTorch does what we rely on, and has no public sister yet."""
+"""Private names of PyTorch behave as gradtools expects and have no public replacement yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _x() -> Tensor:
     return torch.tensor([1.0, 2.0], requires_grad=True)
 
 
-backwards: list = []  # what the backward of Double saw
+backwards: list = []  # nodes recorded in the backward of Double
 
 
 class Double(torch.autograd.Function):
@@ -41,7 +41,7 @@ class Double(torch.autograd.Function):
 
 
 class Watch(torch.overrides.TorchFunctionMode):
-    """Notes the functions that it sees."""
+    """Record the functions that the mode intercepts."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,8 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
     level = upstream.enter_forward_level()
     try:
         assert level == upstream.forward_level() == 0
-        assert upstream.enter_forward_level() is None  # there is one
+        # None means that a level exists already
+        assert upstream.enter_forward_level() is None
         x = upstream.make_dual(torch.ones(2), torch.full((2,), 3.0), level=0)
         assert upstream.unpack_dual(x * 2, level=0)[1].tolist() == [6.0, 6.0]
         with upstream.forward_mode_enabled(False):
@@ -119,11 +120,12 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
         assert upstream.is_forward_mode_enabled()
     finally:
         upstream.leave_forward_level(level)
-    # As between the two lines of `forward_ad.exit_dual_level` in another thread: it is left again.
+    # Simulates another thread between the two lines of `forward_ad.exit_dual_level`: no level may
+    # be entered.
     monkeypatch.setattr(forward_ad, "_current_level", 3)
     assert upstream.enter_forward_level() is None
     monkeypatch.undo()
-    with forward_ad.dual_level():  # is entered as if nothing had been
+    with forward_ad.dual_level():  # a new level can be entered afterwards
         assert upstream.forward_level() == 0
 
 
@@ -165,7 +167,7 @@ def test_nodes_are_counted_and_say_their_functions():
     thread = Thread(target=lambda: found.append(upstream.nodes_made()))
     thread.start()
     thread.join()
-    assert found[0] < upstream.nodes_made()  # of this thread
+    assert found[0] < upstream.nodes_made()  # each thread counts its own nodes
 
 
 def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
@@ -189,7 +191,8 @@ def test_what_modes_see_and_how_they_are_counted():
         with seeing.DisableTorchFunction():
             torch.ones(1) + 1
             torch.exp(_x())
-            with upstream.EnableTorchFunction():  # as in the backward of a subclass
+            # the backward pass of a tensor subclass does the same
+            with upstream.EnableTorchFunction():
                 torch.sin(_x())
     assert upstream.set_grad_enabled in watch.seen
     assert torch.sin in watch.seen and torch.exp not in watch.seen

@@ -1,8 +1,8 @@
-"""PyTorch's programs in the vocabulary of formulas: each function is read, and right.
+"""The formula vocabulary of PyTorch: each function is read correctly.
 
-Each formula is compared with PyTorch's own derivatives before it is returned. A row of the table is
-a function and its arguments (`tests/support/formula_rows.py`); what is written by its name is in
-`BY_NAME`.
+Each formula is compared with PyTorch's own derivatives before it is returned. Each row of the table
+is a function and its arguments (`tests/support/formula_rows.py`). `BY_NAME` lists the functions
+that formulas write by their names.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from gradtools.seeing.formulas.expressions import array
 from gradtools.seeing.torch.translating import READINGS
 from tests.support.formula_rows import rows
 
-# The order, an expression of a, b, c, d, and what these are: see `formula_rows`.
+# The order, an expression in a, b, c and d, and the shapes of these arguments; see `formula_rows`.
 TABLE = """
 2 a @ b                                             ; z(3,4) z(4)
 1 a @ b                                             ; (4) (2,4,3)
@@ -83,7 +83,7 @@ TABLE = """
 LINES = [
     (int(row.expression[0]), replace(row, expression=row.expression[2:])) for row in rows(TABLE)
 ]
-# Of what the formula has no algebra.
+# Functions for which the formula has no algebra.
 BY_NAME = set(
     """
     angle arctan2 avg_pool binary_cross_entropy_with_logits cast cdist cholesky clip concatenate
@@ -106,11 +106,11 @@ def test_the_formula_is_what_autograd_computes(order, row):
     assert found.check.error <= 1e-8
 
 
-# --- what programs do besides calling functions ------------------------------------------
+# --- programs that do more than call functions -------------------------------------------
 
 
 def checked(f, *args, **more):
-    """The formula, which was compared at the arguments and at random points."""
+    """Return the formula of f, which was checked at the arguments and at random points."""
     found = gt.formula(f, *args, **more)
     assert "at the arguments and 3 random points" in str(found.check)
     return found
@@ -174,7 +174,7 @@ def test_a_program_is_made_functional_and_keeps_its_rules(f, order):
 
 
 class Cube(torch.autograd.Function):
-    """A rule of PyTorch's own kind."""
+    """A torch.autograd.Function for x^3."""
 
     @staticmethod
     def forward(ctx, x):
@@ -188,7 +188,7 @@ class Cube(torch.autograd.Function):
 
 
 class Wrong(Cube):
-    """A rule that is not the derivative."""
+    """A Function whose backward is not the derivative."""
 
     @staticmethod
     def backward(ctx, ct):
@@ -275,7 +275,7 @@ def test_a_line_says_what_is_computed(f, line):
     assert line in str(gt.formula(f, X)).splitlines()
 
 
-# --- where f is defined, and what is refused ---------------------------------------------
+# --- domains of f, and errors ------------------------------------------------------------
 
 
 def _tangent(recorder, call, about, x):

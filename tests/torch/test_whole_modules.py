@@ -1,4 +1,4 @@
-"""A torch.nn.Module where a pytree of arrays is taken, against plain loops with `backward`."""
+"""A torch.nn.Module in place of a pytree of arrays, compared with plain loops and `backward`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 class Noisy(nn.Module):
-    """Batch norm, dropout, a counter, and a buffer that is assigned anew."""
+    """A module with batch norm, dropout, a call counter and a buffer that is reassigned."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ KINDS = {
     "a multilayer perceptron": mlp,
     "state that changes": lambda: Noisy().double(),
     "partly frozen": partly_frozen,
-    "blocks that are computed again": in_blocks,
+    "recomputed blocks": in_blocks,
 }
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -64,7 +64,7 @@ def loss(net, x):
 
 
 def plain(net, x=X, create_graph=False):
-    """The value and the gradients by name, and what the call leaves behind."""
+    """Return the value and the gradients by name, as plain PyTorch computes them."""
     torch.manual_seed(3)
     value = loss(net, x)
     free = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -87,7 +87,7 @@ def test_forward_mode_leaves_the_buffers_of_one_plain_call():
     assert ours.calls == theirs.calls == 1
 
 
-@pytest.mark.slow_at("blocks that are computed again")
+@pytest.mark.slow_at("recomputed blocks")
 @kinds
 def test_microbatches_and_examples_are_a_loop(make):
     net = make().eval()
@@ -112,7 +112,7 @@ def test_a_module_whose_call_fails_is_as_after_a_plain_call():
     assert net.calls == 1 and float(net.seen) == 1
 
 
-# --- modules inside of trees -------------------------------------------------------------------
+# --- modules inside of containers --------------------------------------------------------------
 
 
 @dataclass
@@ -208,7 +208,7 @@ AT_A_MODULE = {
 
 
 class AtItself:
-    """f at the module."""
+    """Apply f to the module itself."""
 
     def __init__(self, net):
         self.ones = directions(net)
@@ -218,7 +218,7 @@ class AtItself:
 
 
 class AtItsParameters(AtItself):
-    """f at a dictionary of parameters that require grad."""
+    """Apply f to a dict of parameters that require grad."""
 
     def __init__(self, net):
         super().__init__(net)
@@ -267,7 +267,7 @@ def test_a_third_derivative_goes_through_a_gradient_at_a_module():
 
 @pytest.mark.parametrize("net", [mlp(), partly_frozen()])
 def test_forward_mode_goes_through_a_gradient_at_a_module(net):
-    """In an outer derivative at a module, its parameters have tangents and no graph."""
+    """In an outer forward-mode derivative the module's parameters have tangents and no graph."""
     free = {name: p for name, p in net.named_parameters() if p.requires_grad}
     tangent = {name: torch.full_like(p, 0.5) for name, p in free.items()}
     inner = lambda net: net(X).square().mean()
@@ -299,7 +299,7 @@ def test_a_module_in_forward_mode_keeps_its_tangents_under_vmap():
 
 def test_a_graph_that_f_captures_counts_as_in_backward_and_stays():
     net, w = mlp(), torch.ones(6, 1, dtype=X.dtype, requires_grad=True)
-    features = net[0](X)  # computed outside with the same parameters
+    features = net[0](X)  # computed outside of f with the same parameters
     f = lambda net: (net(X) * w * net[2](features.tanh())).square().mean()
     sources = [w, *net.parameters()]
     grads = gt.grad(f)(net)
@@ -333,7 +333,7 @@ def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
 
 
 class Likelihood(nn.Module):
-    """Holds the model whose output it rates, as GPyTorch's marginal log likelihoods do."""
+    """A module that contains the model whose output it scores, like GPyTorch's likelihoods."""
 
     def __init__(self, model):
         super().__init__()
@@ -357,14 +357,15 @@ READERS = {
 def test_a_parameter_that_f_reads_by_another_reference_is_differentiated(derivative):
     net = mlp()
     likelihood = Likelihood(net)
-    f = lambda m: m(net(X))  # the model by its own name, not through the argument
+    f = lambda m: m(net(X))  # f reads the model by its own name, not through the argument
     names, ps = zip(*likelihood.named_parameters(), strict=True)
     wanted = torch.autograd.grad(f(likelihood), ps)
     same(derivative(f, likelihood), dict(zip(names, wanted, strict=True)))
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap
+# PyTorch warns about attention under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
     torch.manual_seed(seed)
     net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
@@ -381,7 +382,7 @@ def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_module_whose_gradient_is_differentiated_forward_over_reverse(order):
-    """Its parameters are arguments of the frozen f, not constants, with f's effects as usual."""
+    """The module's parameters are inputs of the frozen f, and f has its usual side effects."""
     found = []
     for mode in ("auto", "forward_over_reverse"):
         net = Noisy().double()

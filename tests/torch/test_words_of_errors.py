@@ -1,4 +1,4 @@
-"""The user's own errors go by as they are; PyTorch's are said in words that help, of their type."""
+"""Errors of the user's code pass unchanged; errors of PyTorch keep their type and are explained."""
 
 import pytest
 import torch

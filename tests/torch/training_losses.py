@@ -1,7 +1,7 @@
-"""Planted losses of training in PyTorch: data for `tests/torch/test_lost_in_training.py`.
+"""Training losses in PyTorch with planted bugs, data for `tests/torch/test_lost_in_training.py`.
 
-Each entry makes a loop: a model, an optimizer, a loss. What the loop does not train is told by an
-oracle that knows nothing of gradtools: some plain steps, and a look at what moved.
+Each entry makes a loop with a model, an optimizer and a loss. The expected findings are checked
+without gradtools: some plain optimizer steps show which parameters do not change.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Y = torch.randint(0, 2, (6,), generator=torch.Generator().manual_seed(1))
 
 @dataclass
 class Loop:
-    """A model in training.
+    """A model with its optimizer and loss.
 
     Attributes:
-        model: What is to be trained.
-        optimizer: What steps it.
-        closure: The loss, without arguments.
-        meant: The arrays that are meant to be trained, by name.
+        model: The trained model.
+        optimizer: The optimizer of the model.
+        closure: The loss as a function without arguments.
+        meant: The arrays that should be trained, by name.
     """
 
     model: nn.Module
@@ -61,7 +61,7 @@ PLANTED: dict[str, Planted] = {}
 
 
 def planted(found, **more):
-    """Adds a loop and what is lost in it."""
+    """Register a loop and the expected lost gradients."""
 
     def register(make):
         PLANTED[make.__name__.replace("_", " ")] = Planted(make, found, **more)
@@ -192,7 +192,8 @@ def plain_list():
 @planted({"scale": "unregistered"})
 def scaled_parameter():
     model = Net()
-    model.scale = nn.Parameter(torch.ones(3)) * 0.1  # a result, no parameter
+    # the result of an operation, which is not a parameter
+    model.scale = nn.Parameter(torch.ones(3)) * 0.1
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 
 

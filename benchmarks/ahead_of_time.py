@@ -259,10 +259,34 @@ def contrast(target: Target, batch: int) -> dict[str, Cost]:
 # --- a mesh ----------------------------------------------------------------------------------
 
 
-def meshes(target: Target, kind: str, board: str) -> Cost:
+def by_hand(f: Callable[..., Any], size: int, **_: Any) -> Callable[..., Any]:
+    """Returns a hand-written `chunked(f, size, in_axes=(None, 0))` for use inside of shard_map."""
+
+    def forward(w: Any, x: Any) -> Any:
+        outs = jax.lax.map(partial(f, w), x.reshape(-1, size, *x.shape[1:]))
+        return outs.reshape(x.shape), (w, x)
+
+    def backward(saved: Any, ct: Any) -> Any:
+        w, x = saved
+
+        def add(total: Any, chunk: Any) -> Any:
+            of_w, of_x = jax.vjp(f, w, chunk[0])[1](chunk[1])
+            return total + of_w, of_x
+
+        pairs = tuple(z.reshape(-1, size, *z.shape[1:]) for z in (x, ct))
+        total, of_x = jax.lax.scan(add, jnp.zeros_like(w), pairs)
+        return total, of_x.reshape(x.shape)
+
+    chunked = jax.custom_vjp(lambda w, x: forward(w, x)[0])
+    chunked.defvjp(forward, backward)
+    return chunked
+
+
+def meshes(target: Target, kind: str, board: str, chunked: Callable[..., Any] = gt.chunked) -> Cost:
     """A contrastive step on several devices with 2,048 rows on each; bytes are for one device.
 
     kind: ``shard_map`` (features are gathered over a named axis), or ``Explicit`` or ``Auto`` axes.
+    chunked: The function that applies the encoder in chunks.
     """
     grid = target.mesh(AxisType.Explicit if kind == "Explicit" else AxisType.Auto, board)
     rows = 4 * CHUNK * grid.size
@@ -270,7 +294,7 @@ def meshes(target: Target, kind: str, board: str) -> Cost:
     w = target.array(LAYERS, FEATURES, FEATURES, sharding=shared)
     x, y = (target.array(rows, FEATURES, sharding=split) for _ in range(2))
     size = CHUNK if kind == "shard_map" else CHUNK * grid.size
-    in_chunks = gt.chunked(encode, size, in_axes=(None, 0), interleaved=True)
+    in_chunks = chunked(encode, size, in_axes=(None, 0), interleaved=True)
 
     gather = jax.sharding.reshard if kind == "Explicit" else jax.lax.with_sharding_constraint
 

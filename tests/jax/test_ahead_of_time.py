@@ -122,7 +122,11 @@ def test_devices_gather_features_and_reduce_parameters_once(kind, board, single)
     reductions = {"shard_map": 1, "Explicit": 3, "Auto": 3}[kind]
     assert 0 < found.moves["all-reduce"] <= reductions + (found.moves["reduce-scatter"] == 0)
     features = count * 4 * ahead.CHUNK * ahead.FEATURES * 4
-    assert found.temporaries < 10 * features + 2**22
+    if kind == "shard_map" and single.platform == CUDA:  # XLA stores one more array of scores
+        hand = ahead.meshes(single, kind, board, chunked=ahead.by_hand)
+        assert found.temporaries <= 1.001 * hand.temporaries
+    else:
+        assert found.temporaries < 10 * features + 2**22
 
 
 # --- every use of every public name ----------------------------------------------------------

@@ -141,9 +141,7 @@ class _ChunkProgram:
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
-        pairs = zip(self.consts, slots, strict=True)
-        consts = [x if slot is None else jax.lax.stop_gradient(x) for x, slot in pairs]
-        return replace(self, consts=consts, slots=slots)
+        return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """Promotes a carry to its type after a step, because a scan's carry must keep its type."""

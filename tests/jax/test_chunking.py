@@ -106,6 +106,12 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
         assert slope(w) == jax.jit(slope)(w) == 4096
 
 
+def test_a_narrow_array_that_chunks_share_reaches_the_output():
+    w, x = jnp.ones((), "bfloat16"), jnp.ones(4, "bfloat16")
+    loss = lambda w: jnp.sum(gt.chunked(lambda w, x: w * x, 2, (None, 0))(w, x))
+    assert gt.grad(loss)(w) == jax.jit(gt.grad(loss))(w) == 4
+
+
 # --- lists ---------------------------------------------------------------------------------
 
 

@@ -36,8 +36,18 @@ def binarised_behind_a_stop(gt, p):
     return mse(gt, p["a"] @ p["b"], rows(gt, 6, 4)) + (gt.xp.mean(solid) - 0.6) ** 2
 
 
+def stopped_behind_a_mask(gt, p):
+    is_finite = gt.xp.all(gt.xp.isfinite(p["a"]))
+    penalty = gt.xp.where(is_finite, gt.xp.sum(gt.stop_gradient(p["a"]) ** 2), 0.0)
+    return mse(gt, p["a"] @ p["b"], rows(gt, 6, 4)) + penalty
+
+
 @pytest.mark.parametrize(
-    "f", [penalty_of_a_stopped_weight, stopped_auxiliary_loss, binarised_behind_a_stop]
+    "f",
+    [
+        *(penalty_of_a_stopped_weight, stopped_auxiliary_loss),
+        *(binarised_behind_a_stop, stopped_behind_a_mask),
+    ],
 )
 def test_a_summand_that_is_stopped_as_a_whole_is_a_note(gt, f):
     report = gt.why_zero(lambda p: f(gt, p), parameters(gt, {"a": (6, 3), "b": (3, 4)}))

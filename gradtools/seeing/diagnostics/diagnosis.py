@@ -148,7 +148,7 @@ def _is_stopped(lost: Sequence[Loss]) -> bool:
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Converts the lost gradients of one leaf to findings, one per source line and kind."""
+    """Converts the lost gradients of one leaf to findings, one per line, kind and operation."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -172,11 +172,12 @@ def _called(node: Node) -> str:
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Removes findings that repeat the leaf, kind and source line of an earlier finding."""
+    """Removes findings that repeat leaf, kind, operation and source line of an earlier finding."""
     kept: dict[Any, Finding] = {}
     for finding in findings:
-        place = finding.source or (finding.operation, finding.scope)
-        kept.setdefault((finding.argument, finding.kind, place, finding.whole), finding)
+        place = finding.source or finding.scope
+        cause = finding.kind, finding.operation, place, finding.whole
+        kept.setdefault((finding.argument, cause), finding)
     return list(kept.values())
 
 

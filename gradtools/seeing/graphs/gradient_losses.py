@@ -7,12 +7,17 @@ affects the output only through values that are not differentiable::
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
 A `detach` or `stop_gradient` inside of a value that has another differentiable path is therefore
-not a loss, as in a straight-through estimator, a softmax, a mask, or a normalizing constant.
+not a loss, as in a straight-through estimator, a softmax, a mask, or a normalizing constant. The
+condition of a `where` is not a loss if the selected data also depends on the leaf; the derivative
+is then lost in the data::
+
+    where(isfinite(x).all(), argmax(x), -1)    argmax
+    where(x > 0, 1, 0)                         x > 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -31,6 +36,7 @@ from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 _NONE, _CUT, _ZERO, _FULL = Dependence
 STOPS = frozenset({"detached", "no_grad"})
 _LISTED = STOPS | {"left_framework"}
+_CHOICES = frozenset({"where", "select"})  # operations whose first operand is the condition
 _SHAPING = frozenset(
     {"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity", "cast"}
 )
@@ -74,7 +80,8 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
     full = {v for v, strength in reached.items() if strength == _FULL}
-    lost = backward(graph, dict.fromkeys(ends, _FULL), full)
+    data = _without_masks(graph, start)
+    lost = backward(data, dict.fromkeys(ends, _FULL), full)
     for node in graph.nodes:
         if full.isdisjoint(node.inputs) or not any(map(lost.get, node.outputs)):
             continue
@@ -94,10 +101,33 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
             and graph.values[node.inputs[i]].is_inexact
             and _NONE < max(column, default=_NONE) < _FULL
         ]
-        if inputs and not any(map(forward(graph, {start: _FULL}, node.outputs).get, ends)):
+        if inputs and not any(map(forward(data, {start: _FULL}, node.outputs).get, ends)):
             further.append(Loss(node, inputs[0], further=True))
     order = {id(node): k for k, node in enumerate(graph.nodes)}
     return sorted([*first, *further], key=lambda loss: order[id(loss.node)])
+
+
+def _without_masks(graph: PlainGraph, start: int) -> PlainGraph:
+    """Removes the condition of each selection whose data also depends on `start`.
+
+    If the data depends on `start` only through conditions, as in ``where(x > 0, 1, 0)``, the
+    condition is kept.
+    """
+    is_choice = lambda node: node.operation in _CHOICES and len(node.inputs) >= 3
+    choices = {id(node) for node in graph.nodes if is_choice(node)}
+    if not choices:
+        return graph
+    reached = forward(_without_conditions(graph, choices), {start: _FULL})
+    selects = lambda node: any(map(reached.get, node.inputs[1:]))
+    masks = {id(node) for node in graph.nodes if id(node) in choices and selects(node)}
+    return _without_conditions(graph, masks)
+
+
+def _without_conditions(graph: PlainGraph, choices: Container[int]) -> PlainGraph:
+    """Removes the links from the first operands of the nodes whose ids are in `choices`."""
+    links = lambda node: tuple((_NONE, *row[1:]) for row in links_of(graph, node))
+    nodes = (replace(n, links=links(n)) if id(n) in choices else n for n in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
 
 
 # --- a summand of the loss ---------------------------------------------------------------

@@ -62,7 +62,7 @@ class Chunking(Operators):
         verify: Verify = "first",
         progress: bool = False,
     ) -> F:
-        """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
+        """Applies f to a batch in chunks, and keeps only the graph of one chunk in memory.
 
         The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
@@ -94,12 +94,12 @@ class Chunking(Operators):
                 whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
                 entry, including keyword arguments, are split along axis 0; scalars and non-arrays
                 are shared. A list is treated as a list of examples: f gets slices of the list.
-            out_axes: The axis along which outputs are joined: an integer, or a tree of integers
-                like f's output. If f maps a list to a list, the lists are concatenated.
+            out_axes: The axis along which outputs are concatenated: an integer, or a tree of
+                integers like f's output. If f maps a list to a list, the lists are concatenated.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
-                `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
-                Carries are not differentiated.
+                `(out, new_carry)`, and the chunked function also returns such a pair. Several
+                carries form a tuple. Carries are not differentiated.
             interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
                 the order of outputs is restored. Set interleaved=True for a batch that is sharded
                 over devices.
@@ -118,9 +118,9 @@ class Chunking(Operators):
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
-                module that calls chunked instead), or an output cannot be joined, such as batch
-                statistics or a table of all pairs; the message explains how to leave it out.
-                Constants such as None, strings and flags must be equal in all chunks. When
+                module that calls chunked instead), or an output cannot be concatenated, such as
+                batch statistics or a table of all pairs; the message explains how to omit this
+                output. Constants such as None, strings and flags must be equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:
@@ -195,13 +195,13 @@ class Chunking(Operators):
         """Computes the value and the gradient of a mean or sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c (by default its number of examples) and f_c the mean over
-        chunk c,
+        chunk c, the function computes
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which equal the results on the full batch, even if the last chunk is smaller or token counts
-        differ.
-        Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
+        Both equal the results on the full batch, even if the last chunk is smaller or token counts
+        differ. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
+        recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -211,9 +211,9 @@ class Chunking(Operators):
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
             reduction: Whether f returns the mean or the sum of its chunk.
-            weights: For means that are not over examples: one weight per example (such as its
-                number of tokens), split with the batch, or a function of a chunk's arguments that
-                returns the chunk's weight (it gets the keyword arguments for which it has
+            weights: The weights of a mean that is not over examples: one weight per example (such
+                as its number of tokens), split with the batch, or a function of a chunk's arguments
+                that returns the chunk's weight (it gets the keyword arguments for which it has
                 parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss.
@@ -257,7 +257,7 @@ class Chunking(Operators):
         return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
-        """Returns whether f is being recomputed, for hooks with side effects.
+        """Returns whether f is being recomputed. Hooks with side effects can call this function.
 
         In JAX, which has no hooks, the result is always False.
 
@@ -412,7 +412,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns a chunk's weight from its arguments. given: The weights of its examples."""
+        """Returns a chunk's weight: its size, the sum of `given`, or the result of `weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
@@ -427,7 +427,7 @@ class _Microbatches:
         return result
 
     def _check_total(self, total: Array) -> None:
-        """Raises if concrete weights sum to zero; traced weights give NaN instead."""
+        """Raises an error if concrete weights sum to zero; traced weights give NaN instead."""
         if self.weights is None:
             return
         number = self.backend.as_number(total)
@@ -457,7 +457,7 @@ def _keys_and_carries(
     carry_argnums: Argnums,
     differentiated: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the arguments that are keys and carries; marks their entries of `given` as shared."""
+    """Returns the positions of keys and carries; marks their entries of `given` as shared."""
     keys, carried = [
         () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
         for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))

@@ -439,7 +439,7 @@ class _Microbatches:
 
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
-    """Converts f's `((loss, aux), carry)` to `(loss, (aux, carry))`, the form of has_aux."""
+    """Converts f's `((loss, aux), carry)` to `(loss, (aux, carry))`, the form for has_aux=True."""
     result = f(*args, **kwargs)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):

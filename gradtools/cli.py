@@ -2,7 +2,7 @@
 
 Two tables in this module define options and commands. No framework is imported before a command
 needs it, so ``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative
-result of a check, and 2 for wrong usage or if a check could not be run.
+result of a check, and 2 for invalid usage or if a check could not be run.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters of reports
+        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 cannot encode all characters
             stream.reconfigure(errors=SPELLED)
     parser = _parser()
     args = parser.parse_args(argv)

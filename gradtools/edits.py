@@ -115,7 +115,7 @@ class Edits(Operators):
                 it may be traced or scheduled. The scale is not differentiated.
 
         Returns:
-            x, unchanged, in separate memory.
+            A copy of x with the same values.
 
         Raises:
             GradtoolsError: scale is complex or a negative number, or does not broadcast; x is an
@@ -194,7 +194,7 @@ class Edits(Operators):
         return _edit(backend, name, lambda leaves, places: [*map(one, leaves, places)], x)
 
     def stop_gradient(self, x: T) -> T:
-        """Stops the gradient at x: y = x, dy = 0, in both modes.
+        """Stops the gradient at x: y = x, dy = 0, in forward and reverse mode.
 
         Args:
             x: A pytree of arrays.
@@ -433,7 +433,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Raises for an object that is not a pytree: its arrays would silently remain unedited."""
+    """Raises an error if x is an opaque object, whose arrays would silently not be edited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
     if not isinstance(x, str | int | float | complex):
@@ -465,7 +465,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """Flattens a transform's result, and checks it against the argument `like`."""
+    """Flattens the result of `fn`, and checks its leaves against the cotangents."""
     expected = backend.flatten(like)[1]
     leaves, treedef = backend.flatten_like(expected, tree)
     if not is_same(treedef, expected):

@@ -109,8 +109,8 @@ class Kernel:
         name: The kernel's name in messages.
         raw: Whether fun takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
-        inside: The function of another framework that this kernel wraps, if any, with its `name`
-            and `fun`.
+        inside: An object with `name` and `fun`, the function of another framework that this kernel
+            wraps; None if there is none.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured_objects`

@@ -1,8 +1,7 @@
 """Types for type checkers: types of gradient functions, and of numbers that edits accept.
 
-A gradient has the type of its argument; the gradient of a `torch.nn.Module` is a dict
-of tensors with the parameter names as keys.
-This module is unused at run time.
+A gradient has the type of its argument; the gradient of a `torch.nn.Module` is a dict of tensors
+with the parameter names as keys. This module is unused at run time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 
 
 class MarkedCall(Call):
-    """A call of f that marks values; takes the arrays of the tape after the leaves of f."""
+    """A call of a function that marks values; the arrays of `tape` follow the leaves."""
 
     tape: MarkedValues
 
@@ -39,7 +39,7 @@ class RetainedGradients(Operators):
     """The operators `retain_gradient` and `retained_gradients`."""
 
     def retain_gradient(self, x: T, name: str) -> T:
-        """Marks x, so that `retained_gradients` returns the gradient with respect to it.
+        """Marks x, so that `retained_gradients` returns the gradient with respect to x.
 
         Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
         JAX program contains no operation for the mark. Use the result in place of x: only values
@@ -99,8 +99,8 @@ class RetainedGradients(Operators):
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
             order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark
             precede the steps at the next mark. Under vmap the batch axis is the first axis of each
-            retained gradient. The gradient at a value that does not reach the output is zero. All
-            results are differentiable, like the results of `grad`.
+            retained gradient. The gradient at a value on which the output does not depend is zero.
+            All results are differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums
@@ -157,7 +157,7 @@ class RetainedGradients(Operators):
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """Returns the gradients by name; stacks or lists several values with the same name."""
+    """Returns the gradients by name; gradients with the same name are stacked or listed."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

@@ -56,16 +56,17 @@ class Linearized:
 
     Attributes:
         ys: The outputs.
-        extras: Further results of the forward pass that the maps read.
+        extras: Further results of the forward pass that the maps use.
         saves: The residuals, as positions in `[*xs, *ys, *extras]`.
-        tangent: `tangent(saved, dxs)`, or None.
-        cotangent: `cotangent(saved, cts)`, or None.
-        opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
+        tangent: The tangent map, called as `tangent(saved, dxs)`; None if there is none.
+        cotangent: The cotangent map, called as `cotangent(saved, cts)`; None if there is none.
+        opaque_residuals: Whether the user's fwd saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
-        tangent_only: The number of last residuals that only the tangent map reads.
+        tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
+            uses.
         example: For an evaluation of a batch, the maps of one example.
-        written: The cotangent map as its author wrote it, if `cotangent` is itself a rule with a
-            forward mode. The map reads the first residuals.
+        written: The user's cotangent map, if `cotangent` applies a rule with forward mode instead.
+            The user's map uses only the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
     """
@@ -82,7 +83,7 @@ class Linearized:
     written: Map | None = None
 
     def without_arrays(self) -> Linearized:
-        """Returns a copy with the maps and counts only: arrays would leak from their trace."""
+        """Returns a copy without the arrays, which would leak from their trace."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         nothing = [None] * len(self.extras)
         return Linearized([], nothing, *maps, self.example, written=self.written)
@@ -106,23 +107,23 @@ class Rule:
             complex convention. Entries of `cts` and of the result may be None, a symbolic zero.
         saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these inputs
             and outputs are saved for the backward pass.
-        linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
-            inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
+        linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps use residuals other
+            than inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
-        user_functions: The functions that the rule's author wrote, which may close over tracers. If
+        user_functions: The functions that the user wrote, which may close over tracers. If
             there are no user functions, no map closes over tracers.
         symbolic_zeros: The names of the maps ("tangent", "cotangent") that get None instead of
             zeros, even if the rule has a contract. With "cotangent", `linearize`
             gets a mask of the differentiated inputs.
-        contract: The checks that the author's maps must pass; with a contract, the maps get arrays
+        contract: The checks that the user's maps must pass; with a contract, the maps get arrays
             of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
         reaches: The differentiable paths from inputs to outputs. "identity": the outputs
             are the inputs unchanged, and graphs draw an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
-            ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. None, as the
-            attribute or as the function's result: every input may reach every output.
+            ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
+            attribute or the function's result is None, every output may depend on every input.
         key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
     """
 
@@ -157,7 +158,7 @@ class Rule:
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """Converts a rule to this class: copies the fields of both classes, and applies changes."""
+        """Converts a rule to this class: copies the common fields, and applies changes."""
         common = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
         return cls(**{name: getattr(rule, name) for name in common} | changes)
 
@@ -174,7 +175,7 @@ class Rule:
         """Evaluates the rule; returns the outputs with the linear maps at xs.
 
         perturbed: Whether each input is differentiated, for rules with `symbolic_zeros`; None if
-            unknown, so that each input may be.
+            unknown.
         """
         if self.linearize is None:
             return self.linearized_from(xs, self.primal(*xs))

@@ -325,7 +325,7 @@ class KernelCall:
     def fresh(
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
-        """Calls the kernel at read-only arrays in C order; returns `owned` arrays."""
+        """Calls the kernel with read-only arrays in C order; returns copies of the results."""
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:

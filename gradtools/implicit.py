@@ -277,7 +277,7 @@ class _Solution:
         return self.backend.unflatten(form.treedef, leaves)
 
     def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
-        """Pulls c back through fun to the floating leaves of a tree; None at other leaves."""
+        """Applies the pullback of fun to c; returns a tree, with None at non-floating leaves."""
         leaves, at, moving = self._moving(fun, tree)
         pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
         left, treedef = iter(pulled), self.backend.flatten(tree)[1]

@@ -28,7 +28,7 @@ class MarkedCall(Call):
     tape: MarkedValues
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """Evaluates f at the leaves, as in `Call`; the arrays of its marks follow the leaves."""
+        """Evaluates f as in `Call`; the arrays of the marks follow the leaves of the arguments."""
         count = len(self.leaves)
         self.tape.replace(leaves[count:] or self.tape.arrays)
         with here.moved(self.tape, ()):

@@ -240,7 +240,7 @@ def captured_objects(
 
     The functions are not traced, because tracing a rule that uses itself would not terminate.
 
-    array: The framework's array type or types, which are not searched.
+    array: The framework's array type or types; arrays are not searched.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = []
@@ -296,7 +296,7 @@ def _references(x: Any, attributes: bool) -> list[Any]:
 def batched(
     rule: R, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int, **more: Any
 ) -> R:
-    """Returns the rule of `vmap(rule)`.
+    """Returns a rule whose maps are the maps of `rule` under vmap.
 
     Args:
         rule: The rule of one example.
@@ -401,7 +401,7 @@ def evaluating_again(
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
-    """Returns the batch axes of the residuals; outputs without `out_axes` are batched."""
+    """Returns the batch axes of the residuals; outputs without `out_axes` have batch axis 0."""
     everything = [*x_axes, *out_axes]
     if saves is None:
         return tuple(x_axes)
@@ -475,7 +475,7 @@ def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Returns shapes and dtypes, as a key of caches and checks."""
+    """Returns shapes and dtypes, as a key for caches and checks."""
     return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
 
 

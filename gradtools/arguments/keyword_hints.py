@@ -53,7 +53,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
 
 
 def passed_on(error: Exception) -> str:
-    """Suggests a replacement for a keyword that an operator passed on to f; "" for other errors."""
+    """Suggests a replacement if `error` is about an unknown keyword of f; otherwise returns ""."""
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
     hint = _HINTS.get(unknown[1]) if unknown else None
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""

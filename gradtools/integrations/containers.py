@@ -28,9 +28,9 @@ class OpenedContainer:
     """The structure of an opened container.
 
     Attributes:
-        kind: Its class.
+        kind: The class of the container.
         keys: The container's keys, or the names of its fields.
-        treedef: The structure of the list of its parts.
+        treedef: The tree structure of the list of the container's parts.
         pattern: A copy with None for each part, so that the structure keeps no array alive.
     """
 
@@ -95,7 +95,7 @@ class Containers:
         unflatten: The framework's function that builds a tree from a structure and leaves.
         leaf_paths: The framework's function that returns the path of each leaf as text.
         is_array: Whether a leaf is an array.
-        is_whole: Whether a leaf remains a leaf even if it contains arrays.
+        is_whole: Whether a container remains a single leaf even if it contains arrays.
     """
 
     framework: str
@@ -106,7 +106,7 @@ class Containers:
     is_whole: Callable[[Any], bool] = lambda x: False
 
     def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-        """Opens the containers among the leaves of a tree that the framework flattened.
+        """Flattens the containers among the leaves of a tree that the framework flattened.
 
         Raises:
             GradtoolsError: A leaf is an array of the other framework.
@@ -161,7 +161,7 @@ class Containers:
         return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def _parts(self, x: Any) -> dict[Any, Any] | None:
-        """Returns the parts of a container of arrays at any depth; None for another leaf.
+        """Returns the parts of a container with arrays at any depth, or None for any other x.
 
         Objects that represent an array, such as an ArraySpec, are marked by a class attribute.
         """
@@ -173,7 +173,7 @@ class Containers:
 
 
 class _Kinds(dict[type, bool]):
-    """Maps a class to whether its instances may be opened."""
+    """Maps each class to True if its instances are treated as containers."""
 
     def __missing__(self, cls: type) -> bool:
         called = any("__call__" in base.__dict__ for base in cls.__mro__)

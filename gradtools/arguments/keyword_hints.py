@@ -15,7 +15,7 @@ from gradtools.errors import TypeRefusal
 
 _STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
 _WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
-_NESTS = "omit the keyword; derivatives nest, and in PyTorch results have a graph if inputs do"
+_NESTS = "omit the keyword; derivatives nest, and results have a graph if the inputs require grad"
 _COMPLEX = (
     "omit the keyword; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
 )

@@ -1,6 +1,6 @@
 """gradtools edits and explains gradients and saves memory, with one API for PyTorch and JAX.
 
-Choose the backend by an import; the rest of the program is the same for PyTorch and JAX::
+Choose the backend with an import; the rest of the program is the same for PyTorch and JAX::
 
     import gradtools.torch as gt      # or
     import gradtools.jax as gt

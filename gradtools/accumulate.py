@@ -77,14 +77,14 @@ class Accumulation(Operators):
         `.grad` in place if possible, and a `.grad` that is None is created. Calls from many threads
         are serialized by one lock, which does not guard against a simultaneous `backward()` or
         optimizer step. Gradients are copied and detached; hooks do not run, and
-        DistributedDataParallel does not reduce. If the shape, dtype or path of any entry does not
-        match, an error is raised and no `.grad` is changed.
+        DistributedDataParallel does not all-reduce the gradients. If the shape, dtype or path of
+        any entry does not match, an error is raised and no `.grad` is changed.
 
         JAX: target is the buffer; the function writes nothing and returns the new buffer. The
         function works under jit. A program that uses the return value runs in both frameworks.
 
         Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
-        entry of None leaves everything below it unchanged.
+        entry of None leaves the corresponding subtree unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
@@ -152,10 +152,10 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The immutable state of an accumulator, or a single term; `add` replaces the whole state."""
+    """The immutable state of an accumulator, or one weighted gradient (a term) in the same form."""
 
     treedef: Any  # The tree structure of the gradients.
-    paths: tuple[str, ...]  # The leaf paths of the gradients; empty in a single term.
+    paths: tuple[str, ...]  # The leaf paths of the gradients; empty in a term.
     specs: tuple[Any, ...]  # The dtype, shape and device of each added leaf.
     # The weighted sums, which a backend may update in place; in a term, the detached gradients.
     totals: tuple[Any, ...]
@@ -173,8 +173,8 @@ class GradientAccumulator:
     All methods may be called from many threads: a lock serializes them. The accumulator stores
     detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
     created, filled and read outside of all transformations, or inside one traced function; in
-    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised: the
-    accumulator would leak a tracer, or add gradients only while a function is traced.
+    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised, because the
+    accumulator would leak a tracer, or would add gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:

@@ -48,8 +48,8 @@ class ArraysAndKeys(Operators):
 
         Raises:
             GradtoolsError: The backend does not support the dtype: float64, int64 and complex128 in
-                JAX without x64, extended precision in both frameworks. Or x is not one array of
-                numbers.
+                JAX without x64, extended precision in both frameworks. Or x cannot be converted to
+                an array of numbers.
 
         Example:
             >>> gt.to_numpy(gt.asarray(np.array([1, 2], np.int16)))
@@ -85,7 +85,7 @@ class ArraysAndKeys(Operators):
             seed: A signed 64-bit integer; in JAX without x64 a 32-bit integer.
 
         Returns:
-            JAX's typed key, or in PyTorch an int64 tensor of shape (2,). The two frameworks draw
+            In JAX, a typed key; in PyTorch, an int64 tensor of shape (2,). The two frameworks draw
             different numbers from the same seed.
 
         Raises:

@@ -122,8 +122,8 @@ class Differentiation(Arrays):
     ) -> Evaluation:
         """Evaluates fun and returns its pullback.
 
-        groups: The sizes of consecutive groups of leaves, one per argument, if the caller will
-            raise an error if the outputs do not depend on a group; otherwise None.
+        groups: The sizes of consecutive groups of leaves, one per argument. If given, the caller
+            raises an error for a group on which the outputs do not depend.
         once: Whether the pullback is called only once, so that it may free the graph.
         """
 

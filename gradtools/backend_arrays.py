@@ -121,7 +121,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """Converts a float, complex number or NumPy array to an array; returns any other x."""
+        """Converts x to an array if x is a float, complex number or NumPy array; else returns x."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:

@@ -81,13 +81,14 @@ class Chunking(Operators):
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
         recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
         saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
-        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass randomness as keys and
-        changing state as carries; the state of flax.nnx modules is carried, not differentiated, and
-        written back. Call the chunked function under jit: otherwise each call traces f again.
+        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
+        `key_argnums` and changing state with `carry_argnums`; the state of flax.nnx modules is
+        carried, not differentiated, and written back. Call the chunked function under jit:
+        otherwise each call traces f again.
 
         Args:
-            f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
-                for each of the chunk's examples along its axis in `out_axes`.
+            f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
+                array has one entry per example of the chunk, along its axis in `out_axes`.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
                 positional argument, or a dict from f's parameters to axes. None passes the argument
@@ -210,7 +211,7 @@ class Chunking(Operators):
             argnums: The positional arguments to differentiate; all chunks share them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
-            reduction: Whether f returns the mean or the sum of its chunk.
+            reduction: Whether f returns the mean or the sum over the examples of a chunk.
             weights: The weights of a mean that is not over examples: one weight per example (such
                 as its number of tokens), split with the batch, or a function of a chunk's arguments
                 that returns the chunk's weight (it gets the keyword arguments for which it has
@@ -306,7 +307,7 @@ class _Microbatches:
         known: list[Any] = []  # The structure of aux, and the shapes of its leaves.
 
         def weighted(w: Array, x: Array) -> Array:
-            """Returns w * x, or zero where w is zero: x is NaN for a mean of no examples."""
+            """Returns w * x, or zero where w is zero, because the mean x of no examples is NaN."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x

@@ -60,7 +60,7 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
 
 
 def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
-    """Computes cts * min(1, bound / norm); `norm = norm(cts / unit) * unit` does not overflow."""
+    """Computes cts * min(1, bound / norm); dividing the cotangents by `unit` avoids overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]

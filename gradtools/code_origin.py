@@ -2,9 +2,9 @@
 
 The file of a code object determines its origin: the user, an installed package, or a library (the
 frameworks, the standard library, gradtools). This module contains all inspection of frames and
-tracebacks. The results name the user's line in messages and graphs, filter tracebacks, distinguish
-a framework's errors from errors of the user's code, and restrict the search for mutable state to
-the user's code.
+tracebacks. The results are used to name the user's line in messages and graphs, to filter
+tracebacks, to distinguish errors of a framework from errors of the user's code, and to restrict the
+search for mutable state to the user's code.
 """
 
 from __future__ import annotations

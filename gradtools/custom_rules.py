@@ -206,7 +206,7 @@ class CustomRule:
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
                 `needs_input_grad`), and bwd gets None for a zero cotangent.
-            optimize_remat: Accepted for compatibility with `jax.custom_vjp`, without effect. fwd is
+            optimize_remat: Accepted for compatibility with `jax.custom_vjp`; has no effect. fwd is
                 inlined, so residuals that a checkpoint recomputes are not computed in the first
                 pass.
         """

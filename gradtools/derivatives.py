@@ -117,9 +117,9 @@ class Derivatives(Operators):
                 gradients by parameter name; an equinox or flax.nnx module gives the result of that
                 library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
-            disconnected_inputs: The action if the output does not depend on an argument by a
-                differentiable path: "raise", "warn", or "zeros". With "strict", an error is raised
-                if the output does not depend on any single leaf of an argument.
+            disconnected_inputs: The action if no differentiable path connects an argument to the
+                output: "raise", "warn", or "zeros". With "strict", an error is raised if an
+                    argument has a leaf on which the output does not depend.
             mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
@@ -268,18 +268,18 @@ class Derivatives(Operators):
         """Computes the value of f and its pullback c -> J^H c in one evaluation.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
                 are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
                 tangent.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
-            `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
-            (entries at leaves that are not floating or complex are ignored) and returns a tuple
-            with one pytree per primal, with zeros for a leaf on which the output does not depend.
-            The pullback may be called many times. In JAX the pullback is a pytree, as in `jax.vjp`:
-            it may be passed through jit and scan, and may be a residual of a rule.
+            `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent with the
+            structure of out (entries at leaves that are not floating or complex are ignored) and
+            returns a tuple with one pytree per primal, with zeros for a leaf on which the output
+            does not depend. The pullback may be called many times. In JAX the pullback is a pytree,
+            as in `jax.vjp`: it may be passed through jit and scan, and may be a residual of a rule.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not match its output.
@@ -349,7 +349,7 @@ class Derivatives(Operators):
         the pullback is transposed instead.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: One pytree of arrays for each argument; integers are constants, as in `vjp`.
             tangents: Pytrees with the structure, shapes and dtypes of the primals.
             has_aux: Whether f returns `(output, aux)`.
@@ -384,7 +384,7 @@ class Derivatives(Operators):
         """Computes the value of f and its pushforward t -> J t in one evaluation.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
                 are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
                 tangent.

@@ -1,8 +1,8 @@
 """Implements `disconnected_inputs`: errors and warnings for arguments without a gradient.
 
 An argument reaches the output if f computes the output from the argument by a path of
-differentiable operations. No such path contains a stop_gradient or detach, a cast to integer or
-boolean, a comparison, or an operation outside of the framework. The backends find the
+differentiable operations. Such a path contains no stop_gradient or detach, no cast to integer or
+boolean, no comparison, and no operation outside of the framework. The backends find the
 differentiable paths; this module raises the errors and issues the warnings.
 """
 

@@ -110,9 +110,9 @@ class Edits(Operators):
         scale^2 f''.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape;
-                it may be traced or scheduled. The scale is not differentiated.
+            x: A pytree of arrays. Leaves that are not floating or complex are unchanged.
+            scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape.
+                The scale may be traced, may change between calls, and is not differentiated.
 
         Returns:
             A copy of x with the same values.
@@ -134,9 +134,9 @@ class Edits(Operators):
         """Scales the gradient that flows through x: y = x, dy = scale dx.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A real number, or a real array that broadcasts to every leaf's shape; it may
-                be traced or scheduled. The scale is not differentiated.
+            x: A pytree of arrays. Leaves that are not floating or complex are unchanged.
+            scale: A real number, or a real array that broadcasts to every leaf's shape. The scale
+                may be traced, may change between calls, and is not differentiated.
 
         Returns:
             x, unchanged.
@@ -224,8 +224,10 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays.
-            max_norm: A non-negative real scalar, or None.
-            max_value: A non-negative real scalar, or None.
+            max_norm: The largest 2-norm, a nonnegative real scalar. If None, the norm is not
+                clipped.
+            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the
+                entries are not clipped.
 
         Returns:
             x, unchanged.
@@ -310,7 +312,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x: must not capture x
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so x must not be captured
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)

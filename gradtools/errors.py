@@ -24,7 +24,7 @@ class LostDerivativeError(GradtoolsError):
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """Raised by `gradtools.testing.checked` if a derivative contradicts finite differences."""
+    """Raised by `gradtools.testing.checked` if a derivative differs from finite differences."""
 
 
 class Refusal(GradtoolsError):

@@ -66,9 +66,9 @@ class Freezing(Operators):
         the graphs of G for every call. In PyTorch, compute each first derivative before the next
         call of G; otherwise the cost is 5F. G's parameters are constants.
 
-        Derivatives along the arguments are exact, and are computed only if the arguments depend on
-        differentiated arrays. Third derivatives are exact; they store the graph of one call at a
-        time in PyTorch, and the graphs of all calls in JAX.
+        Derivatives with respect to the arguments are exact, and are computed only if the arguments
+        depend on differentiated arrays. Third derivatives are exact; they store the graph of one
+        call at a time in PyTorch, and the graphs of all calls in JAX.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
@@ -89,8 +89,8 @@ class Freezing(Operators):
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
-                of G, or a tensor that G captures, is needed (in reverse mode); G returns different
-                values when it is recomputed.
+                of G, or to a tensor that G captures, is needed (in reverse mode); G returns
+                different values when it is recomputed.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())

@@ -4,9 +4,9 @@ A host function is a function with a custom rule; its value is computed by a ker
 be differentiated, so derivatives beyond the last user-written rule are derived from the symmetry of
 the Hessian:
 
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. The derivative of bwd along dx is the
-    Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd, since a Hessian is
-    symmetric.
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> with respect to x. The derivative of bwd
+    along dx is the Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd,
+    since a Hessian is symmetric.
 
 A linear kernel A and its adjoint need no rule: dy = A dx and x' = A^H y' are again linear kernels,
 at every order.
@@ -65,8 +65,8 @@ class HostFunctions(Operators):
         reverse are supported, because a Hessian is symmetric.
 
         Args:
-            kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
-                Non-array arguments are passed unchanged.
+            kernel: A function that gets read-only NumPy arrays (bfloat16 as float32) and returns
+                NumPy arrays. Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
                 arrays replaced by their ArraySpecs. Under vmap, `out` describes one example.
@@ -76,8 +76,8 @@ class HostFunctions(Operators):
             adjoint: The adjoint of a linear kernel A, a kernel with Re<y, A x> = Re<adjoint(y), x>
                 for all x and y. A kernel with an adjoint needs no rule, in either mode and at any
                 order. The adjoint takes a cotangent of A's result and returns a cotangent of A's
-                argument (a tuple for several arguments), real if the argument is real. A kernel
-                with an adjoint must take only floating and complex arrays.
+                argument (a tuple for several arguments), which is real if the argument is real. A
+                kernel with an adjoint must take only floating and complex arrays.
 
         Returns:
             A function of arrays. Without a rule, differentiating the returned function raises an
@@ -430,7 +430,11 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """Pulls back <v, J dx> = <bwd(x, v), dx>: the gradient in x is bwd's pullback of dx."""
+        """Applies the pullback of `pushed`.
+
+        Since <v, J dx> = <bwd(x, v), dx>, the gradient with respect to x is the pullback of dx
+        through bwd.
+        """
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

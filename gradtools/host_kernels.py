@@ -141,7 +141,7 @@ class Kernel:
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """Returns the `KernelCall` for the arguments' structure, and the arrays in order.
 
-        NumPy arrays count as arrays; Python and NumPy scalars do not.
+        NumPy arrays are treated as arrays; Python and NumPy scalars are treated as non-arrays.
         """
         leaves, treedef = backend.flatten(tuple(args))
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]

@@ -64,10 +64,10 @@ class Implicit(Operators):
 
         Raises:
             GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
-                near zero at z: moving z by 1 % changes F by less than its value. (On
+                near zero at z: a change of z by 1 % changes F by less than the norm of F. (On
                 differentiating) the relative residual of the solve is above 1e-6 (1e-3 below
-                float64), as for a singular A. Under jit and vmap the result is NaN instead of these
-                two errors.
+                float64), for example because A is singular. Under jit and vmap, the result is NaN
+                in place of the last two errors.
 
         Example:
             >>> root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a ** 0.5)

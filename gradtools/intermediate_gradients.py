@@ -3,7 +3,7 @@
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
 the gradient of g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is
 differentiable. `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py`
-evaluate f with them.
+evaluate functions that contain marks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RetainedGradients(Operators):
         computed from the result contribute to the retained gradient.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
+            x: A pytree of arrays. Leaves that are not floating or complex are returned unchanged.
             name: The name of the value. Several values may have the same name.
 
         Returns:
@@ -94,7 +94,7 @@ class RetainedGradients(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads, retained)`, or `((value, aux),
-            grads, retained)`. retained is a dict from name to a pytree like the marked value, with
+            grads, retained)`. retained is a dict from names to pytrees like the marked values, with
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
             order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark

@@ -61,15 +61,16 @@ class Jacobians(Operators):
             sparsity: For an f from one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
-                Jacobian's shape. Columns or rows are colored, so a banded Jacobian takes as many
-                products as it has bands. One more product detects entries missing from the pattern.
-                Requires `pip install "gradtools[sparse]"`.
+                Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
+                products as the Jacobian has nonzero diagonals. One more product detects entries
+                missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
-            the function returns an array of shape s + t, in the tree of the output, with the tree
-            of the argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity,
-            one sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
+            the function returns an array of shape s + t. The arrays form a pytree like the output,
+            with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf.
+            With sparsity, one sparse array of shape s + t: `torch.sparse_coo`, or
+            `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
@@ -114,7 +115,7 @@ class Jacobians(Operators):
             staged = backend.stage(call, call.leaves)
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
-        if is_auto:  # the dtype must not depend on the mode that the output's size selects
+        if is_auto:  # the dtype must not depend on the selected mode
             for row in rows:
                 row[:] = [
                     _of_precision(backend, block, x)
@@ -247,7 +248,7 @@ class Jacobians(Operators):
         flat: Any = gradient
         flat.caller, flat.call, flat.plain_kernels = call.caller, call, True
         flat.own, flat.is_deferred = call.own, call.is_deferred
-        call.is_deferred = bool  # bool() is False: the graph is kept
+        call.is_deferred = bool  # bool() returns False, so the graph is kept
         return flat
 
 
@@ -291,7 +292,7 @@ def blocks(
 ) -> list[list[Array]]:
     """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
 
-    mode: "forward", "reverse" or "auto", which is reverse in this function.
+    mode: "forward", "reverse" or "auto", which is treated as "reverse".
     """
     if mode == "forward":
         passes = -(-_size(leaves) // chunk_size) if chunk_size else 1

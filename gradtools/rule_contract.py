@@ -42,7 +42,7 @@ class Contract:
     Attributes:
         name: The rule's name for messages, such as "custom_rule sinh".
         checked: Whether the rule is checked; False for a function of the other framework.
-        passed: The checks that passed.
+        passed: The keys of the checks that passed.
     """
 
     name: str
@@ -117,7 +117,8 @@ Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
 _LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # Factors that sample rounding; tolerance factor.
+# The factors for which rounding errors are measured, and a factor of the tolerance.
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0
 
 
 def is_linear(

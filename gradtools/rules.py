@@ -153,7 +153,7 @@ class Rule:
         return f"<rule {self.name}>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, key=next(KEYS))  # a copy has its own key
+        vars(self).update(state, key=next(KEYS))  # a copy gets a new key
         _BY_KEY[self.key] = self
 
     @classmethod
@@ -198,7 +198,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class JvpRule(Rule):
-    """A rule with a forward rule that returns outputs and tangents together.
+    """A rule whose forward rule computes outputs and tangents together.
 
     Attributes:
         jvp: `jvp(xs, dxs)` returns outputs and tangents from one evaluation; `tangent`, if given,
@@ -236,7 +236,7 @@ def captured_objects(
     array: type | tuple[type, ...],
     attributes: bool = True,
 ) -> Iterator[Any]:
-    """Yields the objects x with `wanted(x)` in closures, defaults, containers and attributes.
+    """Yields the objects to which functions refer, directly or not, if `wanted(x)` is true.
 
     The functions are not traced, because tracing a rule that uses itself would not terminate.
 
@@ -480,5 +480,5 @@ def avals_of(xs: Sequence[Array]) -> Any:
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """Returns the lengths of a shape's axes; None for PyTorch's unhashable symbolic sizes."""
+    """Returns the lengths of the axes, with None in place of PyTorch's symbolic sizes."""
     return tuple([n if isinstance(n, int) else None for n in shape])

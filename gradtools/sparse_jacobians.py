@@ -99,7 +99,7 @@ def _verified(
 
     The product of the sparse result with a random vector, the sum of `values * signs` at each of
     `places`, is compared with the true product. In a trace, where values cannot be read, wrong
-    values become NaN instead.
+    values are replaced by NaN.
 
     Raises:
         GradtoolsError: The products differ.
@@ -171,7 +171,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
         ins: The shape of f's argument.
 
     Raises:
-        GradtoolsError: The pattern has another type or shape.
+        GradtoolsError: The pattern has an unsupported type or a wrong shape.
     """
     sparse = _scipy_sparse(caller)
     shape, flat = _nonzero(caller, sparsity)
@@ -220,8 +220,8 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
     """Returns whether rows are pulled back, and the colors of the rows or of the columns.
 
-    mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes the mode with fewer products,
-        estimated from the largest number of entries in a row and in a column.
+    mode: "forward" pushes columns, "reverse" pulls rows; "auto" selects the mode with fewer
+        products, estimated from the largest number of entries in a row and in a column.
     """
     pattern.sort_indices()
     widest, highest = (int(np.asarray(pattern.sum(k)).max(initial=0)) for k in (1, 0))

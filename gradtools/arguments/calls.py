@@ -99,7 +99,7 @@ class Call:
         return kinds
 
     def _check_others(self) -> None:
-        """Raises an error if any other argument contains an array of the other framework.
+        """Raises an error if an undifferentiated argument contains a foreign array.
 
         In compiled code dynamo itself rejects such an array.
         """
@@ -186,7 +186,7 @@ class Call:
     def to_trees(self, leaves: Sequence[Any], exact: dict[int, Any] | None = None) -> Any:
         """Builds one tree per differentiated argument from `leaves`.
 
-        exact: Replacements for the integer leaves, by position; None keeps the integers.
+        exact: Replacements for the integer leaves, by position; if None, the integers are kept.
         """
         if self._is_leaf:
             return tuple(leaves)

@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # whether every backward pass compares; None: only the first
+    verify: bool | None = None  # whether to compare in every backward pass; None: in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -185,7 +185,7 @@ _PIECES, _SHARED, _CARRY = range(3)
 class ArgumentPlan(NamedTuple):
     """The information that is needed to rebuild an argument from a chunk's leaves."""
 
-    treedef: Any  # The argument's structure; None for a single array.
+    treedef: Any  # The argument's structure; None if it is a single array.
     places: list[tuple[int, int]]  # The kind (_PIECES, _SHARED, _CARRY) and index of each leaf.
 
 
@@ -202,7 +202,7 @@ class ChunkFunction:
     plans: list[list[ArgumentPlan]]  # For each chunk, the plan to rebuild its arguments.
     keys: tuple[int, ...]  # The arguments that are random keys.
     containers: list[int]  # The arguments that are containers shared by all chunks.
-    carry_def: Any  # The structure of the carry; None without a carry.
+    carry_def: Any  # The structure of the carry; None if there is no carry.
     outputs: Outputs
     place: ChunkedCall  # the call's position among `retain_gradient` marks
 
@@ -276,7 +276,7 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """Makes a tqdm progress bar for a terminal or notebook; raises an error without tqdm."""
+    """Makes a tqdm progress bar for a terminal or notebook; raises an error if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

@@ -25,7 +25,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
     named: bool = False  # Whether the user gave the axes explicitly.
-    label: str | None = None  # A name for messages, if not an argument of f.
+    label: str | None = None  # A name for messages, for values that f does not take.
 
     @property
     def name(self) -> str:

@@ -88,7 +88,7 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def _name(operator: Callable[..., Any]) -> str:
-    """Returns the public name; for `__init__`, the name of the class."""
+    """Returns the public name of an operator; for `__init__`, the name of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
 

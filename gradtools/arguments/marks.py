@@ -1,4 +1,4 @@
-"""The marks of `retain_gradient` in a program.
+"""Implements the marks that `retain_gradient` sets in a program.
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
 so that y equals x bit by bit, and the cotangent at y is the gradient with respect to d.

@@ -11,7 +11,7 @@ from gradtools.backend import Backend
 
 
 def describe(backend: Backend, x: Any) -> str:
-    """Describes x briefly for messages."""
+    """Returns a short description of x for messages."""
     if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):

@@ -2,9 +2,9 @@
 
 A tokenizer's BatchEncoding is a `UserDict`, and a model's output is often a dataclass. These
 classes are not registered as pytrees, so a framework treats their instances as single leaves. A
-backend's `flatten` opens such leaves: the arrays in them become leaves of the tree, and the
-structure records how to rebuild the container. A container without arrays, such as a configuration,
-remains a leaf, and so does a callable container.
+backend's `flatten` also flattens such containers: the arrays in a container become leaves of the
+tree, and the structure records how to rebuild the container. A container without arrays (such as a
+configuration) and a callable container remain leaves.
 
 All operators flatten their arguments with this module, which rejects arrays of the other framework.
 PyTorch and JAX treat foreign arrays as constants, so an edit or a derivative would have no effect.
@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedContainer:
-    """The structure of an opened container.
+    """The structure of a container that was flattened to its parts.
 
     Attributes:
         kind: The class of the container.
         keys: The container's keys, or the names of its fields.
         treedef: The tree structure of the list of the container's parts.
-        pattern: A copy with None for each part, so that the structure keeps no array alive.
+        pattern: A copy of the container with None in place of each part, so that the structure
+            keeps no array alive.
     """
 
     kind: type
@@ -46,10 +47,10 @@ class OpenedContainer:
 
 @dataclass(frozen=True)
 class OpenedTree:
-    """The structure of a tree in which some leaves are opened containers.
+    """The structure of a tree with flattened containers.
 
     Attributes:
-        treedef: The framework's own structure.
+        treedef: The structure that the framework's flatten function returned.
         nodes: The containers, with their positions among the leaves of `treedef`.
     """
 

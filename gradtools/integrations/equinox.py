@@ -48,7 +48,7 @@ class GradientReversal(eqx.Module):
 
 
 class Transformed(eqx.Module):
-    """A module whose ``__call__`` evaluates `make(module)`.
+    """A module whose ``__call__`` calls the function `make(module)`.
 
     Instances are compared by identity, so the module can be jitted like a function.
     """

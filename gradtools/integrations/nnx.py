@@ -6,8 +6,8 @@ belong, such as the body of a scan. The body therefore works on a copy of the mo
 are constants of the body, and its other state is a carry of the loop, which is not differentiated.
 The final state is written to the original module.
 
-Modules are searched for in f (f itself, the owner of a method, a `partial`, closures, the globals
-that f names, containers of these objects) and in its arguments.
+Modules are found in f (f itself, the owner of a method, a `partial`, closures, the globals that f
+uses, containers of these objects) and in the arguments of f.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GradientReversal(nnx.Module):
 
 
 class Transformed(nnx.Module):
-    """A module whose ``__call__`` evaluates `make(module)`."""
+    """A module whose ``__call__`` calls the function `make(module)`."""
 
     def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
         self.module, self.make = module, make

@@ -236,7 +236,7 @@ def captured_objects(
     array: type | tuple[type, ...],
     attributes: bool = True,
 ) -> Iterator[Any]:
-    """Yields the objects to which functions refer, directly or not, if `wanted(x)` is true.
+    """Yields each object x to which functions refer, directly or indirectly, if `wanted(x)`.
 
     The functions are not traced, because tracing a rule that uses itself would not terminate.
 

@@ -1,6 +1,6 @@
 """gradtools edits and explains gradients and saves memory, with one API for PyTorch and JAX.
 
-Choose the backend by an import; the rest of the program is the same for PyTorch and JAX::
+Choose the backend with an import; the rest of the program is the same for PyTorch and JAX::
 
     import gradtools.torch as gt      # or
     import gradtools.jax as gt
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 if not _typing.TYPE_CHECKING:  # type checkers accept any name if a module defines __getattr__
 
     def __getattr__(name: str) -> object:
-        """Raises an `AttributeError` that names the modules with the operators."""
+        """Raises an `AttributeError` that names the modules that contain the operators."""
         raise AttributeError(
             f"module 'gradtools' has no attribute {name!r}. The operators belong to a backend: "
             "import gradtools.torch as gt, or import gradtools.jax as gt."

@@ -12,7 +12,7 @@ also run over the ranks, so the mean over all tokens is exact for any distributi
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
 Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The Art of
 Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is large
-enough (Dekker's sum, Numerische Mathematik 18, 1971).
+enough to change the sum (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Accumulation(Operators):
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n, and `mean()` is the
         sum divided by w_1 + ... + w_n (the attribute `weight`). For chunks of unequal size, pass
         the number of examples (or tokens) of a chunk as the weight of its mean gradient.
-        `mean(group=...)` and `mean(axis_name=...)` also average over all ranks. See
+        `mean(group=...)` and `mean(axis_name=...)` average over all ranks. See
         `gradtools.accumulate.GradientAccumulator` for the methods.
 
         Args:
@@ -59,7 +59,7 @@ class Accumulation(Operators):
             An empty `GradientAccumulator`.
 
         Raises:
-            GradtoolsError: dtype is not a floating precision.
+            GradtoolsError: dtype is not one of the supported floating dtypes.
 
         Example:
             >>> chunks = gt.GradientAccumulator()
@@ -77,19 +77,19 @@ class Accumulation(Operators):
         `.grad` in place if possible, and a `.grad` that is None is created. Calls from many threads
         are serialized by one lock, which does not guard against a simultaneous `backward()` or
         optimizer step. Gradients are copied and detached; hooks do not run, and
-        DistributedDataParallel does not reduce. If the shape, dtype or path of any entry does not
-        match, no `.grad` is changed.
+        DistributedDataParallel does not all-reduce the gradients. If the shape, dtype or path of
+        any entry does not match, an error is raised and no `.grad` is changed.
 
         JAX: target is the buffer; the function writes nothing and returns the new buffer. The
-            function works under jit. A program that uses the return value runs in both frameworks.
+        function works under jit. A program that uses the return value runs in both frameworks.
 
         Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
-        entry of None leaves everything below it unchanged.
+        entry of None leaves the corresponding subtree unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                meaning the dict of its `named_parameters()`. JAX: a pytree of floating or
-                complex arrays, or None for zeros.
+                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating or
+                complex arrays; None stands for a buffer of zeros.
             grads: The gradients, with the target's structure, shapes and dtypes.
 
         Returns:
@@ -116,12 +116,13 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Replaces the contents of a buffer by gradients.
+        """Replaces the values in a buffer by gradients.
 
-        Like `accumulate_gradients`, but replaces the old value by the gradient. Entries that are
-        missing in `grads` or are None keep their old value. In PyTorch a shared parameter accepts
-        only one gradient, and `.grad` is the given tensor itself, without its graph: an optimizer
-        or gradient clipping that changes `.grad` in place also changes this tensor.
+        Works like `accumulate_gradients`, but replaces the old values instead of adding to them.
+        Entries that are missing in `grads` or are None keep their old value. In PyTorch a shared
+        parameter accepts only one gradient, and `.grad` is the given tensor itself, without its
+        graph: an optimizer or gradient clipping that changes `.grad` in place also changes this
+        tensor.
 
         Args:
             target: See `accumulate_gradients`.
@@ -151,17 +152,17 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The state of an accumulator, or one weighted term; `add` is atomic: it replaces the state."""
+    """The immutable state of an accumulator, or one weighted gradient (a term) in the same form."""
 
     treedef: Any  # The tree structure of the gradients.
-    paths: tuple[str, ...]  # The leaf paths of the gradients; empty for a term.
+    paths: tuple[str, ...]  # The leaf paths of the gradients; empty in a term.
     specs: tuple[Any, ...]  # The dtype, shape and device of each added leaf.
-    # The weighted sums, which a backend may update in place; for a term, its detached leaves.
+    # The weighted sums, which a backend may update in place; in a term, the detached gradients.
     totals: tuple[Any, ...]
-    errors: tuple[Any, ...]  # The rounding errors of the sums, when compensated.
+    errors: tuple[Any, ...]  # The rounding errors of the sums, if they are compensated.
     dtypes: tuple[str, ...]  # The names of the results' dtypes.
     weight: Any  # The sum of the weights.
-    # For each leaf, the mesh axes of JAX over which all its terms were typed as varying.
+    # For each leaf, the JAX mesh axes over which the types of all added gradients vary.
     varies: tuple[frozenset[Any], ...]
 
 
@@ -172,8 +173,8 @@ class GradientAccumulator:
     All methods may be called from many threads: a lock serializes them. The accumulator stores
     detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
     created, filled and read outside of all transformations, or inside one traced function; in
-    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised: the
-    accumulator would leak a tracer, or add gradients only while a function is traced.
+    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised, because the
+    accumulator would leak a tracer, or would add gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -201,8 +202,8 @@ class GradientAccumulator:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
             weight: A real number, or a real array of shape (). A concrete array is read
-                immediately, which synchronizes with its device. Gradients of weight 0 add nothing,
-                even if they are NaN, like the gradient of a mean over no examples.
+                immediately, which synchronizes with its device. Gradients with weight 0 are
+                ignored, even if they are NaN (the gradient of a mean over no examples is NaN).
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
@@ -211,7 +212,7 @@ class GradientAccumulator:
         """
         self._check_trace("add")
         w = self._weight(weight)
-        with self._lock:  # the order of a dict's keys follows the first term
+        with self._lock:  # dict keys are in the order of the first term
             term = self._term(grads, w)
             self._state = self._first(term) if self._state is None else self._after(term)
 
@@ -222,7 +223,7 @@ class GradientAccumulator:
             return 0 if self._state is None else self._state.weight
 
     def sum(self) -> Any:
-        """Returns the sum of weight times gradient, in the precision of `dtype`.
+        """Returns the weighted sum of the gradients, in the precision given by `dtype`.
 
         Raises:
             GradtoolsError: No gradients have been added.
@@ -231,10 +232,10 @@ class GradientAccumulator:
         return self._result(state.treedef, sums, state.dtypes)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
-        """Returns the sum divided by the sum of the weights, of this rank or of all ranks.
+        """Returns the weighted mean of the gradients of this rank or of all ranks.
 
         With a group or an axis, the mean is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, and is equal
-        on all ranks r. A rank without examples adds zeros with weight 0.
+        on all ranks r. A rank without examples must add zeros with weight 0.
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
@@ -345,7 +346,7 @@ class GradientAccumulator:
         return [total / self._factor(weight, total) for total in totals]
 
     def _factor(self, weight: Any, x: Any) -> Any:
-        """Converts the weight to an array that multiplies x without changing its dtype."""
+        """Casts the weight to a real dtype for which `weight * x` has the dtype of x."""
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
@@ -378,7 +379,7 @@ class GradientAccumulator:
     # --- helpers
 
     def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
-        """Returns the state and `of(state)`, computed under the lock; `of` copies the sums."""
+        """Returns the state and `of(state)`. The lock is held while `of` copies the sums."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
@@ -426,7 +427,7 @@ class GradientAccumulator:
         )
 
     def _check_alike(self, state: State, term: State) -> None:
-        """Raises unless the term has the structure, shapes, dtypes and devices of earlier terms."""
+        """Raises an error if the term differs from earlier terms in structure or in array types."""
         if not is_same(state.treedef, term.treedef):
             paths = self._paths(term)
             new = [f"grads{path} is new" for path in paths if path not in state.paths]
@@ -453,7 +454,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """Returns the name of a floating dtype, given by name or as a NumPy, PyTorch or JAX dtype."""
+    """Returns the name of a floating dtype: a string, or a NumPy, PyTorch or JAX dtype."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

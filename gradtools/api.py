@@ -55,7 +55,7 @@ _PATH_OF = {
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """Returns an AttributeError for an unknown name; the text suggests a replacement if known."""
+    """Returns an AttributeError for an unknown name, with a replacement if `_INSTEAD` has one."""
     more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
     text = f"module {module!r} has no attribute {name!r}{more}"
     # with `name` and `obj`, Python adds "Did you mean" if a similar name exists
@@ -75,7 +75,7 @@ class Api(Operators):
         return operator
 
     def operators(self, path: str) -> Operators:
-        """Returns the `Operators` object at "module:class", which is created once."""
+        """Returns the only instance of the `Operators` subclass at the path "module:class"."""
         module, _, kind = path.partition(":")
         made = getattr(import_module(module), kind)(self._backend)
         return self.__dict__.setdefault(path, made)

@@ -1,6 +1,6 @@
 """Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
 
-Conversions preserve the dtype of an array; randomness is passed as a key. The backends'
+Conversions preserve the dtype of an array. Random functions take an explicit key. The backends'
 ``arrays.py`` implement the operators with the conversions below.
 """
 
@@ -36,8 +36,8 @@ class ArraysAndKeys(Operators):
     def asarray(self, x: Any) -> Array:
         """Converts x to an array of the framework with the dtype that NumPy gives x.
 
-        The result does not share memory with x; an array of the framework is returned unchanged.
-        Python numbers and lists of numbers get the framework's default dtype.
+        An array of the framework is returned unchanged; any other result does not share memory with
+        x. Python numbers and lists of numbers get the framework's default dtype.
 
         Args:
             x: A NumPy array or scalar of any shape (including bfloat16 and float8 of ml_dtypes), a
@@ -48,7 +48,8 @@ class ArraysAndKeys(Operators):
 
         Raises:
             GradtoolsError: The backend does not support the dtype: float64, int64 and complex128 in
-                JAX without x64, extended precision everywhere; or x is not one array of numbers.
+                JAX without x64, extended precision in both frameworks. Or x cannot be converted to
+                an array of numbers.
 
         Example:
             >>> gt.to_numpy(gt.asarray(np.array([1, 2], np.int16)))
@@ -57,14 +58,15 @@ class ArraysAndKeys(Operators):
         return self._backend.asarray(x)
 
     def to_numpy(self, x: Array) -> np.ndarray:
-        """Converts an array to a NumPy array, a copy without gradient.
+        """Copies the values of an array to a NumPy array; the gradient is stopped.
 
         Args:
             x: An array of the backend, of any shape, dtype and device.
 
         Returns:
-            A writable ``numpy.ndarray`` of the same shape and dtype. bfloat16 and float8 use
-            ml_dtypes; if it is not installed (only in PyTorch), they become float32.
+            A writable ``numpy.ndarray`` of the same shape and dtype. The dtypes bfloat16 and float8
+            are defined by the package ml_dtypes; without this package (possible only in PyTorch),
+            the result has dtype float32.
 
         Raises:
             GradtoolsError: x is traced or mapped (inside the framework's jit, vmap or grad), so it
@@ -83,11 +85,12 @@ class ArraysAndKeys(Operators):
             seed: A signed 64-bit integer; in JAX without x64 a 32-bit integer.
 
         Returns:
-            JAX's typed key, or in PyTorch an int64 tensor of shape (2,). The two frameworks draw
+            In JAX, a typed key; in PyTorch, an int64 tensor of shape (2,). The two frameworks draw
             different numbers from the same seed.
 
         Raises:
-            GradtoolsError: The seed is not an integer, or too large.
+            GradtoolsError: The seed is not an integer, or does not fit into the allowed number of
+                bits.
 
         Example:
             >>> a, b = gt.random_key(0), gt.random_key(0)
@@ -102,7 +105,7 @@ class ArraysAndKeys(Operators):
         In PyTorch child i is a hash of the key and i (splitmix64), so it does not depend on n.
 
         Args:
-            key: One key.
+            key: A single key, from `random_key` or `split_key`.
             n: The number of keys.
 
         Returns:
@@ -122,14 +125,14 @@ class ArraysAndKeys(Operators):
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether x consists of Python numbers, which are weakly typed."""
+    """Returns whether x is a Python number or a list of Python numbers, which are weakly typed."""
     if isinstance(x, (list, tuple)):
         return all(is_plain(item) for item in x)
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
 def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
-    """Calls `numpy.asarray(x)`; raises if the result is not numeric."""
+    """Calls `numpy.asarray(x)`; raises an error if the result is not numeric."""
     try:
         array = np.asarray(x)
     except Exception as error:
@@ -147,7 +150,7 @@ def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
 
 
 def as_seed(seed: Any) -> int:
-    """Converts a 64-bit seed to a Python integer, or raises."""
+    """Converts a seed to a Python integer; raises an error if it does not fit into 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise GradtoolsError(f"random_key: seed must be an integer, got {shown(seed)}.")
     seed = int(seed)

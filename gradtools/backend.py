@@ -4,10 +4,10 @@ The operators are written once, on flat lists of arrays. A function that is pass
 `fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: arrays that are
 differentiated, and arrays that are only passed through.
 
-A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
-with its own pullback. The other members have defaults in terms of the abstract members, or raise an
-error that names the operator. PyTorch's and JAX's backends override many of them with functions of
-the framework. `docs/adding_a_backend.md` explains how to add a backend.
+A backend implements the abstract members: operations on arrays and pytrees, the vjp of a function,
+and functions with custom pullbacks. The other members have defaults in terms of the abstract
+members, or raise an error that names the operator. PyTorch's and JAX's backends override many of
+them with functions of the framework. `docs/adding_a_backend.md` explains how to add a backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts cotangents if
 its framework uses another convention.
@@ -52,11 +52,11 @@ class Evaluation:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
         pullback: Maps cotangents of outs (None for zero) to cotangents of the leaves (None if the
-            leaf does not reach the outputs).
-        nested: Whether fun itself took a derivative, which may be constant in a leaf: None in the
-            pullback's result then means zero.
-        checked: Whether None in the pullback's result means that a leaf does not reach the
-            outputs; False if the framework returns zeros, or None for other reasons.
+            outputs do not depend on the leaf).
+        nested: Whether fun itself computed a derivative. This derivative may be constant with
+            respect to a leaf, so None in the pullback's result then means zero.
+        checked: Whether None in the pullback's result means that the outputs do not depend on a
+            leaf; False if the framework returns zeros, or returns None for other reasons.
     """
 
     outs: list[Array]
@@ -74,7 +74,8 @@ class Staged:
         run: Evaluates the trace. Calling `run` instead of the function executes the user's code
             only once.
         reverse_only: Whether the function contains a rule without forward mode.
-        jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
+        jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if this is known
+            only after an evaluation.
     """
 
     run: Fun
@@ -111,7 +112,7 @@ class LazyMember:
 
 
 class Differentiation(Arrays):
-    """Defines the abstract member vjp, and forward mode and tools for rules in terms of it."""
+    """Defines the abstract method `vjp`, and defaults for methods that can be derived from it."""
 
     hvp_mode = "reverse_over_reverse"  # the mode for mode="auto" in hvp and hessian
 
@@ -121,8 +122,8 @@ class Differentiation(Arrays):
     ) -> Evaluation:
         """Evaluates fun and returns its pullback.
 
-        groups: The sizes of consecutive groups of leaves, one per argument, if the caller will
-            raise an error for a group that does not reach the outputs; otherwise None.
+        groups: The sizes of consecutive groups of leaves, one per argument. If given, the caller
+            raises an error for a group on which the outputs do not depend.
         once: Whether the pullback is called only once, so that it may free the graph.
         """
 
@@ -136,7 +137,7 @@ class Differentiation(Arrays):
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """Computes the outputs once and `jvp` along many tangents; keeps no graph.
+        """Computes the outputs once and many output tangents, without storing a graph.
 
         Fused attention is replaced by plain operations; other operations without forward mode raise
         an error.
@@ -172,7 +173,7 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """Calls `fun(*args)`, and marks its stopped gradients as stopped by gradtools."""
+        """Calls `fun(*args)`; a backend may mark its stop_gradient operations as gradtools' own."""
         return fun(*args)
 
     def closure_converted(
@@ -185,7 +186,7 @@ class Differentiation(Arrays):
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
     def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
-        """Applies the pullback of fun at xs to cotangents (None for zero)."""
+        """Applies the pullback of fun at xs to the cotangents `cts` (None for zero)."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
         return self.filled(result.pullback(cts), xs)
 
@@ -194,7 +195,7 @@ class Differentiation(Arrays):
         return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """Calls `fun(*xs)`; raises now, not when the result is used, if fun has no derivative."""
+        """Calls `fun(*xs)`; raises an error immediately if fun has no derivative."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
@@ -207,14 +208,14 @@ class Differentiation(Arrays):
     def outliving(
         self, call: Any, outs: Sequence[Array], out: Any = None
     ) -> tuple[Any, Sequence[Any]]:
-        """Returns the `Call` and outputs for storage in a pullback, with avals for traced arrays.
+        """Returns the `Call` and its outputs for use in a pullback, with avals in place of tracers.
 
-        out: f's output, for the names of its leaves in a pullback.
+        out: The output of f, from which the pullback takes the names of leaves.
         """
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """Returns a function of args that calls `run(native, *args)`; in JAX it is a pytree."""
+        """Returns a function that maps args to `run(native, *args)` and is a pytree in JAX."""
         return Linear(run, native)
 
     def opened(
@@ -240,10 +241,10 @@ class Differentiation(Arrays):
         return lambda results, select=None: results
 
     traces_marks = False
-    """Whether traces contain marks as operations, even outside of `retained_gradients`."""
+    """Whether `retain_gradient` is traced as an operation outside of `retained_gradients`, too."""
 
     def marked(self, xs: list[Array], mark: Mark) -> list[Array]:
-        """Adds the mark's arrays to the leaves of a value that `retain_gradient` marks."""
+        """Adds zero arrays, whose gradients are retained, to the leaves of a marked value."""
         make = lambda: [-self.zeros_like(x) for x in xs]
         arrays = here.tape.arrays_of(mark, make)  # type: ignore[union-attr]
         return [x + d for x, d in zip(xs, arrays, strict=True)]
@@ -262,7 +263,7 @@ class Differentiation(Arrays):
         return evaluation, call.tape.marks, arrays
 
     def part_of(self, tree: Any) -> Any:
-        """Replaces each module in the tree by its differentiated part."""
+        """Replaces each module in the tree by the pytree of its differentiated parameters."""
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
@@ -281,7 +282,7 @@ class Differentiation(Arrays):
 
 
 class Rules(Differentiation):
-    """Functions with custom derivatives. A backend implements `with_pullback` or `apply_rule`."""
+    """Methods for custom derivatives; a backend implements `with_pullback` or `apply_rule`."""
 
     def with_pullback(
         self,
@@ -325,7 +326,7 @@ class Rules(Differentiation):
     """Linear solvers: `cg(matvec, b)` returns x with `matvec(x) = b`, for real vectors."""
 
     compiles_rules = False
-    """Whether a rule's maps are compiled only once, so that varying numbers must be arguments."""
+    """Whether a rule's maps are compiled only once; numbers that vary must then be arguments."""
 
     def edited(
         self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
@@ -337,8 +338,8 @@ class Rules(Differentiation):
         Args:
             rule: A rule with one input; all calls share this rule.
             x: The input; the result is None if x is not an array.
-            cotangent: The cotangent map of this call, instead of the rule's map.
-            value: The output, of x's shape and dtype, in place of x.
+            cotangent: The cotangent map for this call; the default is the rule's cotangent map.
+            value: The output, an array of x's shape and dtype; the default is x.
         """
         return None
 
@@ -387,7 +388,7 @@ class Programs(Rules):
     compiler = Compiler()
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
-        """Returns a fast path for calls of a custom rule or host function, or None.
+        """Returns a fast path for calls of a custom rule or host function; None if there is none.
 
         The fast path takes the dynamic and the static arguments, as `Parameters.bound` splits them,
         and returns NotImplemented for a call that it does not support. For a host function, the
@@ -415,7 +416,7 @@ class Programs(Rules):
     random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:
-        """Returns a concrete x as a Python number, a traced x unchanged, and None otherwise."""
+        """Converts a concrete scalar to a Python number; a traced scalar remains an array."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
 
@@ -426,7 +427,7 @@ class Recomputation(Programs):
     """`checkpoint(f, options)` returns a function that recomputes f when it is differentiated."""
 
     run_chunks = LazyMember("chunking", operator="chunked")
-    """Returns the joined, differentiable output leaves of `Chunks`, and the last carry."""
+    """Runs `Chunks`; returns the concatenated, differentiable output leaves and the last carry."""
 
     weighs_sums = False
     """Whether `sum_chunks` itself multiplies the terms by their weights."""
@@ -456,11 +457,11 @@ class Recomputation(Programs):
         ]
 
     def frozen_uses(self) -> Any:
-        """Returns the state that all uses of one frozen function share."""
+        """Creates the state that all calls of one frozen function share."""
         return None
 
     run_frozen = LazyMember("freezing", operator="frozen")
-    """Returns the output leaves of a call of a frozen function, given as `Chunks` of one chunk."""
+    """Calls a frozen function, given as `Chunks` with a single chunk; returns the output leaves."""
 
     def is_recomputing(self) -> bool:
         return False

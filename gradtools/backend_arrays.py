@@ -24,7 +24,7 @@ class Arrays(ABC):
     package: str | None = None  # The package of the lazily imported submodules.
 
     def submodule(self, name: str, caller: str) -> Any:
-        """Imports a submodule of the backend, on behalf of the operator `caller`."""
+        """Imports a submodule of the backend; error messages name the operator `caller`."""
         if self.package is None:
             raise GradtoolsError(
                 f"{caller}: the backend {self.name!r} does not provide this operator."
@@ -86,14 +86,14 @@ class Arrays(ABC):
         return False
 
     def check_arrays(self, *trees: Any) -> None:
-        """Raises if a tree that is not otherwise flattened contains a foreign array."""
+        """Raises an error if a tree contains an array of the other framework."""
         if foreign_class(self.name):
             for tree in trees:
                 if type(tree) is not self.array_type:
                     self.flatten(tree)
 
     def check_array(self, x: Any, name: str) -> None:
-        """Raises if x is an array of the other framework."""
+        """Raises an error if x is an array of the other framework."""
         refuse_foreign(self.name, x, name)
 
     # Arrays.
@@ -104,7 +104,7 @@ class Arrays(ABC):
     def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod
     def asarray(self, x: Any, device_of: Array | None = None) -> Array:
-        """device_of: An array on whose device x is created; JAX ignores it."""
+        """Converts x to an array on the device of `device_of`; JAX ignores `device_of`."""
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any: ...
@@ -121,7 +121,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """Converts a float, complex number or NumPy array to an array; returns others unchanged."""
+        """Converts x to an array if x is a float, complex number or NumPy array; else returns x."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -136,7 +136,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """Computes xs * min(1, bound / norm) faster than `clip_norm`; None if unsupported."""
+        """Returns xs * min(1, bound / norm), or None if the backend has no fast implementation."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Copies f's name (with a prefix), signature and docstring to `call`; picklable if f is.
+    """Copies f's name, signature and docstring to `call`; the result can be pickled if f can.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """
@@ -70,7 +70,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
     except AttributeError:  # dynamo's representation of a partial has no attributes
         return call
     if type(call) is partial:
-        # JAX's errors name the place of the innermost function in partials and wrappers.
+        # JAX's errors report the location of the innermost function of partials and wrappers.
         def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return fun(*args, **kwargs)
@@ -85,7 +85,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
 
 
 class _Method(partial[Any]):
-    """A partial that binds as a method in a class, as in Python 3.14."""
+    """A partial that binds to instances like a method, as partials do in Python 3.14."""
 
     def __repr__(self) -> str:
         return f"<{vars(self).get('__name__', 'function')}, called with {signature_of(self)}>"
@@ -150,7 +150,7 @@ def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[Fr
     """Yields the frames to hide, for an error and each of its causes and contexts.
 
     The hidden frames are gradtools' own frames and, for a GradtoolsError, the frames below the
-    user's innermost line. An unintended error of gradtools' own code keeps its frames.
+    user's innermost line. An unexpected error in gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]

@@ -62,7 +62,7 @@ class Chunking(Operators):
         verify: Verify = "first",
         progress: bool = False,
     ) -> F:
-        """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
+        """Applies f to a batch in chunks, and keeps only the graph of one chunk in memory.
 
         The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
@@ -81,25 +81,26 @@ class Chunking(Operators):
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
         recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
         saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
-        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass randomness as keys and
-        changing state as carries; the state of flax.nnx modules is carried, not differentiated, and
-        written back. Call the chunked function under jit: otherwise each call traces f again.
+        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
+        `key_argnums` and changing state with `carry_argnums`; the state of flax.nnx modules is
+        carried, not differentiated, and written back. Call the chunked function under jit:
+        otherwise each call traces f again.
 
         Args:
-            f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
-                for each of the chunk's examples along its axis in `out_axes`.
+            f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
+                array has one entry per example of the chunk, along its axis in `out_axes`.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
                 positional argument, or a dict from f's parameters to axes. None passes the argument
                 whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
                 entry, including keyword arguments, are split along axis 0; scalars and non-arrays
                 are shared. A list is treated as a list of examples: f gets slices of the list.
-            out_axes: The axis along which outputs are joined: an integer, or a tree of integers
-                like f's output. If f maps a list to a list, the lists are concatenated.
+            out_axes: The axis along which outputs are concatenated: an integer, or a tree of
+                integers like f's output. If f maps a list to a list, the lists are concatenated.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
-                `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
-                Carries are not differentiated.
+                `(out, new_carry)`, and the chunked function also returns such a pair. Several
+                carries form a tuple. Carries are not differentiated.
             interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
                 the order of outputs is restored. Set interleaved=True for a batch that is sharded
                 over devices.
@@ -118,9 +119,9 @@ class Chunking(Operators):
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
-                module that calls chunked instead), or an output cannot be joined, such as batch
-                statistics or a table of all pairs; the message explains how to leave it out.
-                Constants such as None, strings and flags must be equal in all chunks. When
+                module that calls chunked instead), or an output cannot be concatenated, such as
+                batch statistics or a table of all pairs; the message explains how to omit this
+                output. Constants such as None, strings and flags must be equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:
@@ -195,13 +196,13 @@ class Chunking(Operators):
         """Computes the value and the gradient of a mean or sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c (by default its number of examples) and f_c the mean over
-        chunk c,
+        chunk c, the function computes
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which equal the results on the full batch, even if the last chunk is smaller or token counts
-        differ.
-        Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
+        Both equal the results on the full batch, even if the last chunk is smaller or token counts
+        differ. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
+        recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -210,10 +211,10 @@ class Chunking(Operators):
             argnums: The positional arguments to differentiate; all chunks share them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
-            reduction: Whether f returns the mean or the sum of its chunk.
-            weights: For means that are not over examples: one weight per example (such as its
-                number of tokens), split with the batch, or a function of a chunk's arguments that
-                returns the chunk's weight (it gets the keyword arguments for which it has
+            reduction: Whether f returns the mean or the sum over the examples of a chunk.
+            weights: The weights of a mean that is not over examples: one weight per example (such
+                as its number of tokens), split with the batch, or a function of a chunk's arguments
+                that returns the chunk's weight (it gets the keyword arguments for which it has
                 parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss.
@@ -257,7 +258,7 @@ class Chunking(Operators):
         return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
-        """Returns whether f is being recomputed, for hooks with side effects.
+        """Returns whether f is being recomputed. Hooks with side effects can call this function.
 
         In JAX, which has no hooks, the result is always False.
 
@@ -306,7 +307,7 @@ class _Microbatches:
         known: list[Any] = []  # The structure of aux, and the shapes of its leaves.
 
         def weighted(w: Array, x: Array) -> Array:
-            """Returns w * x, or zero where w is zero: x is NaN for a mean of no examples."""
+            """Returns w * x, or zero where w is zero, because the mean x of no examples is NaN."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x
@@ -412,7 +413,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns a chunk's weight from its arguments. given: The weights of its examples."""
+        """Returns a chunk's weight: its size, the sum of `given`, or the result of `weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
@@ -427,7 +428,7 @@ class _Microbatches:
         return result
 
     def _check_total(self, total: Array) -> None:
-        """Raises if concrete weights sum to zero; traced weights give NaN instead."""
+        """Raises an error if concrete weights sum to zero; traced weights give NaN instead."""
         if self.weights is None:
             return
         number = self.backend.as_number(total)
@@ -439,7 +440,7 @@ class _Microbatches:
 
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
-    """Converts f's `((loss, aux), carry)` to `(loss, (aux, carry))`, the form of has_aux."""
+    """Converts f's `((loss, aux), carry)` to `(loss, (aux, carry))`, the form for has_aux=True."""
     result = f(*args, **kwargs)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
@@ -457,7 +458,7 @@ def _keys_and_carries(
     carry_argnums: Argnums,
     differentiated: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the arguments that are keys and carries; marks their entries of `given` as shared."""
+    """Returns the positions of keys and carries; marks their entries of `given` as shared."""
     keys, carried = [
         () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
         for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))

@@ -2,7 +2,7 @@
 
 Two tables in this module define options and commands. No framework is imported before a command
 needs it, so ``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative
-result of a check, and 2 for wrong usage or if a check could not be run.
+result of a check, and 2 for invalid usage or if a check could not be run.
 """
 
 import argparse
@@ -47,14 +47,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--order": {"type": int, "choices": (0, 1, 2), "default": 1, "help": "order of derivatives"},
     "--dtype": {"help": "cast floating inputs and parameters, for example float64"},
     "--json": {"action": "store_true", "help": "print the result as JSON"},
-    "--out": {"metavar": "FILE", "help": "write a file; its suffix chooses the form"},
+    "--out": {"metavar": "FILE", "help": "the output file; its suffix selects the format"},
 }
 _ARGUMENTS = ("--args", "--shapes", "--seed")
 _OF_FUNCTION = ("function", *_ARGUMENTS, "--backend", "--argnums")
 
 
 _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help, example, options
-    "backends": ("cli:backends", "print which frameworks are installed, by version", "", ()),
+    "backends": ("cli:backends", "print the installed frameworks and their versions", "", ()),
     "check": (
         *("testing.check_command:check", "compare small programs on this device with NumPy"),
         *("--backend jax", ("--on",)),
@@ -65,7 +65,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
         ("torch", "jax", *_ARGUMENTS, "--order", "--dtype"),
     ),
     "checked": (
-        *("testing.commands:checked_script", "run a script and check every derivative it takes"),
+        *("testing.commands:checked_script", "run a script and check every derivative in it"),
         *("train.py --steps 2", ("script", "arguments")),
     ),
     "why-zero": (
@@ -77,7 +77,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
         *("mymodule:loss --shapes 3x4,3 -o loss.html", (*_OF_FUNCTION, "--order", "--out")),
     ),
     "formula": (
-        *("seeing.commands:print_formula", "write a function and its gradient as mathematics"),
+        *("seeing.commands:print_formula", "print a function and its gradient as formulas"),
         *("mymodule:loss --shapes 3x4,3 --order 2", (*_OF_FUNCTION, "--order")),
     ),
 }
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters of reports
+        if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 cannot encode all characters
             stream.reconfigure(errors=SPELLED)
     parser = _parser()
     args = parser.parse_args(argv)

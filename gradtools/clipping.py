@@ -1,4 +1,4 @@
-"""Defines the rule of `clip_gradient`: clips each modulus, then the global norm; no epsilon.
+"""Defines the rule of `clip_gradient`, which clips each modulus and then the global norm.
 
 x' = c(y'),    c(y')_i = y'_i min(1, max_value / |y'_i|), then times min(1, max_norm / |y'|)
 """
@@ -60,7 +60,7 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
 
 
 def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
-    """Computes cts * min(1, bound / norm); norm(cts / unit) * unit avoids overflow."""
+    """Computes cts * min(1, bound / norm); dividing the cotangents by `unit` avoids overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]

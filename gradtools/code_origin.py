@@ -2,8 +2,9 @@
 
 The file of a code object determines its origin: the user, an installed package, or a library (the
 frameworks, the standard library, gradtools). This module contains all inspection of frames and
-tracebacks. The results name the user's line in messages and graphs, filter tracebacks, distinguish
-a framework's errors from the user's, and restrict the search for mutable state to the user's code.
+tracebacks. The results are used to name the user's line in messages and graphs, to filter
+tracebacks, to distinguish errors of a framework from errors of the user's code, and to restrict the
+search for mutable state to the user's code.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ def kind_of(file: str) -> int:
 
 
 def is_in(packages: Iterable[str], file: str) -> bool:
-    """Returns whether a file belongs to any of the given packages, as installed."""
+    """Returns whether a file is in the installation folder of any of the given packages."""
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
 
 
 def whose(x: CodeType | ModuleType | type) -> int:
-    """Returns the origin of code, a module or a class; USER if it has no file."""
+    """Returns the origin of a code object, module or class; returns USER if x has no file."""
     if isinstance(x, CodeType):
         return kind_of(x.co_filename)
     name, module = (x.__module__, None) if isinstance(x, type) else (x.__name__, x)
@@ -91,7 +92,7 @@ Lines = Iterable[tuple[FrameType, int]]
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
     """Yields stack frames with line numbers, innermost first; skips the first `depth` frames.
 
-    end: A function; the walk stops at its frame.
+    end: A function; the iteration stops at the frame of this function.
     """
     last = getattr(end, "__code__", None)
     lines = traceback.walk_stack(sys._getframe(depth + 1))
@@ -112,7 +113,8 @@ def functions_in(error: BaseException) -> list[tuple[str, str]]:
 def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
     """Returns the innermost line of the user's code on the stack.
 
-    stand_in: If PACKAGE, an installed package's innermost line is used if there is no user line.
+    stand_in: If PACKAGE and there is no line of the user's code, returns the innermost line of an
+        installed package.
     """
     source, kind = None, stand_in + 1
     for frame, line in lines:
@@ -125,15 +127,15 @@ def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
 
 
 def users_lines(lines: Lines) -> tuple[Source, ...]:
-    """Returns all of the user's lines, innermost first."""
+    """Returns all lines of the user's code, innermost first."""
     return tuple(_source(frame.f_code, n) for frame, n in lines if whose_frame(frame) == USER)
 
 
 def whose_frame(frame: FrameType) -> int:
     """Returns the origin of the code that runs in a frame.
 
-    Generated code, such as a dataclass's methods, has a file name like a user's interactive code;
-    its module determines the origin.
+    Generated code, such as a dataclass's methods, has a file name like a user's interactive code,
+    so its origin is determined by the module.
     """
     file = frame.f_code.co_filename
     if not file.startswith("<") or file.startswith("<doctest"):
@@ -162,7 +164,8 @@ def is_our_frame(frame: FrameType) -> bool:
 def depth_of_the_user() -> int:
     """Returns the `stacklevel` of the user's innermost line for `warnings.warn` in the caller.
 
-    If no frame is the user's, returns the stacklevel of the first frame outside of gradtools.
+    If no frame runs the user's code, returns the stacklevel of the first frame outside of
+    gradtools.
     """
     outside = depth = 0
     for depth, (frame, _) in enumerate(lines_above(1), 1):
@@ -174,7 +177,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Formats the user's innermost line of a traceback in parentheses; "" if there is none."""
+    """Returns the user's innermost line of a traceback in parentheses, or "" if there is none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -183,9 +186,10 @@ def raised_by(package: str, error: BaseException) -> bool:
     """Returns whether a framework or gradtools, not the user's code, raised an error.
 
     Frameworks raise built-in error types, and errors of the user's code may have the same type and
-    text. An error is the user's if a `raise` statement outside of the framework's modules raised
-    it; an error of compiled code is raised by a call instruction. The framework's top-level module
-    counts as the user's code, since it raises on behalf of the user (`torch._check`).
+    text. An error belongs to the user if it was raised by a `raise` statement outside of the
+    framework's modules. An error of compiled framework code is raised at a call instruction
+    instead. The framework's top-level module counts as the user's code, since it raises on behalf
+    of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:

@@ -1,7 +1,7 @@
 """Loads the functions and arrays that the arguments of a command specify.
 
-A program is ``package.module:name``, imported from the working directory. Arrays are read from a
-file, or random arrays of given shapes are drawn.
+A function is specified as ``package.module:name``, and is imported from the working directory.
+Arrays are read from a file, or drawn at random with given shapes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def named(path: str) -> Any:
 
 
 def _framework_of(f: Any, path: str) -> str:
-    """Finds a function's framework by its class or, failing that, its module's imports."""
+    """Determines a function's framework from its class or else from the imports of its module."""
     values = vars(sys.modules[path.partition(":")[0]]).values()
     modules = (x.__name__ if isinstance(x, ModuleType) else _module_of(x) for x in values)
     for names in (map(_module_of, type(f).__mro__), modules):
@@ -74,12 +74,13 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of a file, or random arrays of the given shapes, or ().
+    """Returns the arrays of a file, or random arrays; returns () without a file and shapes.
 
     Args:
         file: A .npz file, whose arrays are used in order, or a .npy file.
-        shapes: For example ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
-        seed: The seed of the draws.
+        shapes: For example ``"3x4,5:float32,()"``. Floating and complex entries are drawn from a
+            normal distribution; integers are 0, 1 or 2.
+        seed: The seed of the random arrays.
         dtype: The dtype of arrays for which `shapes` specifies no dtype.
     """
     if file:

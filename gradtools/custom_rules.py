@@ -1,7 +1,7 @@
-"""`custom_rule` gives functions on pytrees a jvp or vjp rule that the user writes.
+"""Implements `custom_rule`, which attaches a user-written jvp or vjp rule to a function.
 
-The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and `jax.custom_jvp`.
-`custom_rule` converts the author's rule to a `Rule` on flat lists of arrays, with one
+The user writes a rule on pytrees, with the signatures of `jax.custom_vjp` and `jax.custom_jvp`.
+`custom_rule` converts the user's rule to a `Rule` on flat lists of arrays, with one
 `Specialization` for each combination of static arguments and tree structure.
 """
 
@@ -31,7 +31,7 @@ _MOST_SPECIALIZATIONS = 256
 
 
 class CustomRules(Operators):
-    """The operator that gives a function a custom rule."""
+    """The operator `custom_rule`."""
 
     @overload
     def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
@@ -48,13 +48,15 @@ class CustomRules(Operators):
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
-        Either rule supports both modes, second order in every combination, vmap, compiled
-        code and loops. Everything that `fwd` saves (inputs, outputs, intermediates, non-arrays) is
-        differentiated through `fwd` at second order. Cotangents are J^H v in both frameworks.
+        With either rule, f supports forward mode, reverse mode, second derivatives in every
+        combination of modes, vmap, compilation and loops. Everything that `fwd` saves (inputs,
+        outputs, intermediates, non-arrays) is differentiated through `fwd` at second order.
+        Cotangents are J^H v in both frameworks.
 
         Args:
-            f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
-                and a rule gets every argument by position, including defaults.
+            f: A function that takes and returns pytrees of arrays. Keyword arguments are bound to
+                the signature of f; a rule gets every argument by position, including default
+                values.
             static_argnames: The name or names of static arguments: hashable non-array values for
                 which the rule is specialized. Static arguments come first in the arguments of fwd,
                 bwd and rule. An array that a static function captures cannot be differentiated.
@@ -67,7 +69,7 @@ class CustomRules(Operators):
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
                 differs from f's in structure, shape or dtype; a cotangent differs from its
-                argument, or a tangent from its output, in structure, shape or dtype; a map that is
+                argument, or a tangent from its output, in structure, shape or dtype; a rule that is
                 transposed for the other mode is not linear; a rule closes over an array that is
                 differentiated. `gradtools.testing.check_rule` finds other mistakes.
 
@@ -114,7 +116,7 @@ class CustomRule:
         bwd: The rule's backward pass; None if not given.
         jvp: The forward rule; None if not given.
         static_argnames: The names of the static arguments.
-        symbolic_zeros: The maps with symbolic zeros: any of "tangent" and "cotangent".
+        symbolic_zeros: The maps that use symbolic zeros, a subset of {"tangent", "cotangent"}.
     """
 
     __qualname__: str
@@ -163,7 +165,7 @@ class CustomRule:
     def _init_caches(self) -> None:
         self._specializations: OrderedDict[Any, Specialization] = OrderedDict()
         self._by_key: dict[str, Specialization] = {}
-        self._transient: dict[str, Any] = {}  # the keys of specializations for a single call
+        self._transient: dict[str, Any] = {}  # keys of specializations that only one call uses
         self._clear_caches()
         self._key_of = self._backend.compiler.constant_result(self._key)
         self._out_of = self._backend.compiler.constant_result(self._out)
@@ -197,13 +199,14 @@ class CustomRule:
         """Sets the reverse rule.
 
         Args:
-            fwd: `fwd(*args)` returns the output and the residuals for bwd, any pytree.
+            fwd: `fwd(*args)` returns the output and the residuals for bwd; the residuals may be any
+                pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
                 not static. Static arguments come first in the arguments of fwd and bwd.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
                 `needs_input_grad`), and bwd gets None for a zero cotangent.
-            optimize_remat: Accepted for compatibility with `jax.custom_vjp`, without effect. fwd is
+            optimize_remat: Accepted for compatibility with `jax.custom_vjp`; has no effect. fwd is
                 inlined, so residuals that a checkpoint recomputes are not computed in the first
                 pass.
         """
@@ -215,7 +218,7 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _check_order(self, fwd: Callable[..., Any]) -> None:
-        """Raises if fwd has f's parameter order and a static argument is not first."""
+        """Raises an error if fwd has f's parameter order and a static argument is not first."""
         statics, names = self._binding.statics, list(self._binding.names)
         expected = sorted(names, key=lambda name: name not in statics)
         try:
@@ -230,7 +233,7 @@ class CustomRule:
             )
 
     def _check_count(self, who: str, rule: Callable[..., Any], *called: str) -> None:
-        """Raises if the signature of bwd or of the forward rule does not accept its arguments."""
+        """Raises an error if the signature of bwd or the forward rule does not accept `called`."""
         called = (*self._binding.statics, *called)
         try:
             taken = inspect.signature(rule, follow_wrapped=False)
@@ -282,7 +285,7 @@ class CustomRule:
             raise
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
-        """Evaluates f with the rule for the structure of the arguments."""
+        """Evaluates f with the specialization for the structure of the arguments."""
         backend = self._backend
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
@@ -301,7 +304,7 @@ class CustomRule:
                 self._specializations.pop(self._transient.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Splits a call into `(statics, rest)`; raises an error that names the function."""
+        """Splits the arguments into `(statics, rest)`; errors name the function."""
         try:
             return self._binding.bound(args, kwargs)
         except TypeError as error:
@@ -397,7 +400,7 @@ class CustomRule:
         return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
-        """Returns the user's functions of the rule, by role."""
+        """Returns the user's rule functions, with the keys "fwd", "bwd" and "jvp"."""
         return {role: f for role in _MAPS if (f := getattr(self, role)) is not None}
 
     def _contract(self) -> Contract:
@@ -411,7 +414,7 @@ def _functions_in(statics: Sequence[Any]) -> list[Any]:
 
 
 def _static_key(x: Any) -> Any:
-    """Returns the key of a static argument: itself, or the id of an unhashable function."""
+    """Returns the cache key of a static argument: x, or the id of an unhashable function."""
     return id(x) if callable(x) and not _is_hashable(x) else x
 
 

@@ -1,4 +1,4 @@
-"""`Specialization` converts a `custom_rule` at one pytree structure to functions of flat arrays."""
+"""`Specialization` converts a `custom_rule` to functions of flat arrays for one tree structure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Specialization:
         newest: The structure of the latest output.
         refined: Converts the linear maps of a host function to rules, which are differentiable.
         is_flat: Whether the arguments are only arrays, without containers.
-        fun, fwd, bwd, jvp: The author's functions of flat tuples of arrays; None if not given.
+        fun, fwd, bwd, jvp: The user's functions, converted to functions of flat arrays; None if not
+            given.
     """
 
     of: CustomRule
@@ -102,7 +103,7 @@ class Specialization:
         return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
     def _check_output(self, xs: Sequence[Array], avals: Any, out: Any, who: str) -> bool:
-        """Compares fwd's output with f's in structure, shapes and dtypes; False if undecided."""
+        """Checks an output against f's output; returns False if f's shapes are unknown."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -153,7 +154,7 @@ class Specialization:
     # --- the reverse rule
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """Runs fwd; returns the outputs and the maps that read its residuals.
+        """Runs fwd; returns the outputs and the linear maps that use the residuals.
 
         perturbed: Whether each of xs is differentiated, or None if unknown.
         """
@@ -163,7 +164,7 @@ class Specialization:
         return self.linearized(xs, self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed)))
 
     def linearized(self, xs: Sequence[Array], result: Any) -> Linearized:
-        """Returns the outputs and the maps of the residuals, from the pair that fwd returned."""
+        """Converts the pair that fwd returned to the outputs and the linear maps."""
         backend = self.backend
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         out, res = self.pair(result, "fwd", "(out, residuals)")
@@ -190,7 +191,7 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
-        """Returns fwd's arguments; with symbolic zeros, each becomes a `Primal`."""
+        """Returns fwd's arguments; with symbolic zeros, each array is wrapped in a `Primal`."""
         if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:
@@ -257,7 +258,7 @@ class Specialization:
         return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
 
     def _fits(self, x: Any, shape: Any, dtype: Any, inexact: bool, who: str) -> Any:
-        """Checks x against a shape and dtype; returns None for a zero or an integer argument."""
+        """Checks the shape and dtype of a tangent or cotangent; returns None in place of a zero."""
         if x is None or not inexact:
             return None
         zero = self.backend.is_symbolic_zero(x)
@@ -295,12 +296,12 @@ class Residuals:
     """The structure of the pytree that fwd saved: positions of arrays, and other leaves."""
 
     treedef: Any
-    places: tuple[int, ...]  # positions in [*xs, *ys, *extras]
+    places: tuple[int, ...]  # the positions of the residuals in [*xs, *ys, *extras]
     others: tuple[Any, ...]
 
     @property
     def opaque_residuals(self) -> bool:
-        """Whether a non-array leaf may depend on x."""
+        """Whether a residual that is not an array may depend on the inputs."""
         return any(o is not ARRAY and not isinstance(o, _PLAIN) for o in self.others)
 
     @classmethod
@@ -324,5 +325,5 @@ class Residuals:
         return cls(treedef, tuple(places), tuple(others)), extras
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
-        """Rebuilds the pytree that fwd saved from its arrays."""
+        """Unflattens the saved arrays to the pytree of residuals that fwd returned."""
         return backend.unflatten(self.treedef, refilled(self.others, saved))

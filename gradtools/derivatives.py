@@ -48,7 +48,7 @@ class GradientSpec:
     argnums: Argnums
     has_aux: bool | None = None  # None if the operator does not take has_aux
     disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # The number of minimizing argnums; the others maximize.
+    minimizing: int | None = None  # The number of players that minimize f.
     opened: Any = None  # The call as rewritten by `Backend.opened`.
     frozen: Any = None  # The function `frozen(f)`, if frozen.
 
@@ -108,18 +108,18 @@ class Derivatives(Operators):
         """Creates a function that computes the gradient of a real scalar-valued f.
 
         f is evaluated once, and no `.grad` is changed. In JAX, f's Python code is traced again if
-        the gradient of an argument may be zero because the argument does not reach the output.
+        a gradient may be zero because the output does not depend on the argument.
 
         Args:
-            f: Takes pytrees of arrays and returns one real array of shape ().
+            f: A function that takes pytrees of arrays and returns one real array of shape ().
             argnums: The positional arguments to differentiate with respect to, an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
                 gradients by parameter name; an equinox or flax.nnx module gives the result of that
                 library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
-            disconnected_inputs: The action if an argument does not reach the output: "raise",
-                "warn", "zeros", or "strict", which raises if any leaf of the argument does not
-                reach the output.
+            disconnected_inputs: The action if no differentiable path connects an argument to the
+                output: "raise", "warn", or "zeros". With "strict", an error is raised if an
+                argument has a leaf on which the output does not depend.
             mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
@@ -134,8 +134,8 @@ class Derivatives(Operators):
             GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
                 contains a leaf that is not a floating or complex array; argnums is out of range.
                 With mode="forward_over_reverse", the errors of `frozen` may also be raised.
-            DisconnectedInputError: (When called) an argument does not reach the output, depending
-                on `disconnected_inputs`.
+            DisconnectedInputError: (When called) the output does not depend on an argument, and
+                `disconnected_inputs` is "raise" or "strict".
 
         Example:
             >>> x = {"w": gt.asarray(np.float32([1.0, 2.0]))}
@@ -221,8 +221,8 @@ class Derivatives(Operators):
     ) -> Callable[P, tuple[Any, tuple[Any, ...]]]:
         """Creates a function that computes the value and all gradients of a minimax problem.
 
-        The gradients of the maximizing players are negated, so every player updates by `x - lr *
-        grad` and ordinary optimizers work (GANs, domain-adversarial training).
+        The gradients of the maximizing players are negated, so every player is updated by `x - lr *
+        grad` and ordinary optimizers can be used (GANs, domain-adversarial training).
 
         Args:
             f: See `grad`.
@@ -236,7 +236,7 @@ class Derivatives(Operators):
 
         Raises:
             GradtoolsError: As in `grad`; also if an argument is in both minimize and maximize.
-            DisconnectedInputError: A player does not reach f's output.
+            DisconnectedInputError: The output does not depend on a player.
 
         Example:
             >>> f = lambda x, y: x ** 2 - y ** 2
@@ -268,18 +268,18 @@ class Derivatives(Operators):
         """Computes the value of f and its pullback c -> J^H c in one evaluation.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
                 are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
                 tangent.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
-            `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
-            (entries at leaves that are not floating or complex are ignored) and returns a tuple
-            with one pytree per primal, with zeros for a leaf that does not reach the output. The
-            pullback may be called many times. In JAX the pullback is a pytree, as in `jax.vjp`: it
-            may be passed through jit and scan, and may be a residual of a rule.
+            `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent with the
+            structure of out (entries at leaves that are not floating or complex are ignored) and
+            returns a tuple with one pytree per primal, with zeros for a leaf on which the output
+            does not depend. The pullback may be called many times. In JAX the pullback is a pytree,
+            as in `jax.vjp`: it may be passed through jit and scan, and may be a residual of a rule.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not match its output.
@@ -301,7 +301,7 @@ class Derivatives(Operators):
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
         def pullback(pull: Any, *cotangents: Any) -> tuple[Any, ...]:
-            """Maps a cotangent like the output to a tuple with one entry for each primal."""
+            """Maps a cotangent of the output to a tuple with one entry for each primal."""
             if len(cotangents) != 1:
                 raise GradtoolsError(
                     f"vjp: the pullback takes one cotangent, in the structure of f's output; got "
@@ -344,12 +344,12 @@ class Derivatives(Operators):
 
         In PyTorch, f is evaluated on dual tensors; attention and norms use operations whose
         tangents are correct at every order. `torch.no_grad` does not stop these tangents
-        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A process
-        has one level of dual numbers; if another derivative is using it, the pullback is transposed
-        instead.
+        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. PyTorch
+        supports one level of dual numbers per process; if another derivative is using this level,
+        the pullback is transposed instead.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: One pytree of arrays for each argument; integers are constants, as in `vjp`.
             tangents: Pytrees with the structure, shapes and dtypes of the primals.
             has_aux: Whether f returns `(output, aux)`.
@@ -384,7 +384,7 @@ class Derivatives(Operators):
         """Computes the value of f and its pushforward t -> J t in one evaluation.
 
         Args:
-            f: Takes and returns pytrees of arrays.
+            f: A function that takes and returns pytrees of arrays.
             primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
                 are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
                 tangent.
@@ -453,8 +453,9 @@ class Derivatives(Operators):
                 argument. If None, the arguments in argnums are shared, and every array of the other
                 arguments is split on axis 0. Arguments without an entry, including keyword
                 arguments, are split on axis 0; arrays without axes and non-arrays are shared.
-            chunk_size: The number of examples per chunk; all by default. 1 runs a loop without
-                vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
+            chunk_size: The number of examples per chunk; by default, all examples. If 1, a loop
+                without vmap is run: a Python loop in PyTorch, which supports any eager code, or
+                `lax.map` in JAX.
 
         Returns:
             A function of f's arguments that returns the gradients, each leaf with a leading axis of
@@ -519,7 +520,7 @@ class Derivatives(Operators):
         return derivative_function(operator, f, argnums, partial(gradient, spec))
 
     def _frozen_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a gradient of frozen f, whose arguments include the parameters of modules."""
+        """Evaluates the gradient of `frozen(f)`, also with respect to modules in the arguments."""
         positions = normalized_argnums(spec.operator, spec.argnums, len(args))
         opened = self._backend.opened(spec.operator, spec.f, args, kwargs, positions)
         if opened is None or not opened.reads_own:

@@ -1,8 +1,9 @@
 """Implements `disconnected_inputs`: errors and warnings for arguments without a gradient.
 
-An argument reaches the output if data flows from it through f without a cut: a stop or detach, a
-cast to integer or boolean, a comparison, or an operation outside of the framework. The backends
-find the differentiable paths; this module raises the errors and issues the warnings.
+An argument reaches the output if f computes the output from the argument by a path of
+differentiable operations. Such a path contains no stop_gradient or detach, no cast to integer or
+boolean, no comparison, and no operation outside of the framework. The backends find the
+differentiable paths; this module raises the errors and issues the warnings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ is_missing = partial(operator.is_, None)
 def check_connected(
     backend: Backend, call: Call, evaluation: Evaluation, grads: Sequence[Array | None], policy: str
 ) -> None:
-    """Raises or warns if a differentiated argument (or leaf) does not reach the output.
+    """Raises an error or warns if the output does not depend on a differentiated argument or leaf.
 
     policy: A value of `disconnected_inputs`.
     """

@@ -110,12 +110,12 @@ class Edits(Operators):
         scale^2 f''.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape;
-                it may be traced or scheduled. The scale is not differentiated.
+            x: A pytree of arrays. Leaves that are not floating or complex are unchanged.
+            scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape.
+                The scale may be traced, may change between calls, and is not differentiated.
 
         Returns:
-            x, unchanged, in separate memory.
+            A copy of x with the same values.
 
         Raises:
             GradtoolsError: scale is complex or a negative number, or does not broadcast; x is an
@@ -134,9 +134,9 @@ class Edits(Operators):
         """Scales the gradient that flows through x: y = x, dy = scale dx.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A real number, or a real array that broadcasts to every leaf's shape; it may
-                be traced or scheduled. The scale is not differentiated.
+            x: A pytree of arrays. Leaves that are not floating or complex are unchanged.
+            scale: A real number, or a real array that broadcasts to every leaf's shape. The scale
+                may be traced, may change between calls, and is not differentiated.
 
         Returns:
             x, unchanged.
@@ -194,7 +194,7 @@ class Edits(Operators):
         return _edit(backend, name, lambda leaves, places: [*map(one, leaves, places)], x)
 
     def stop_gradient(self, x: T) -> T:
-        """Stops the gradient at x: y = x, dy = 0, in both modes.
+        """Stops the gradient at x: y = x, dy = 0, in forward and reverse mode.
 
         Args:
             x: A pytree of arrays.
@@ -224,8 +224,10 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays.
-            max_norm: A non-negative real scalar, or None.
-            max_value: A non-negative real scalar, or None.
+            max_norm: The largest 2-norm, a nonnegative real scalar. If None, the norm is not
+                clipped.
+            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the
+                entries are not clipped.
 
         Returns:
             x, unchanged.
@@ -310,7 +312,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x: must not capture x
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so x must not be captured
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
@@ -433,7 +435,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Raises for an object that is not a pytree: its arrays would silently remain unedited."""
+    """Raises an error if x is an opaque object, whose arrays would silently not be edited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
     if not isinstance(x, str | int | float | complex):
@@ -465,7 +467,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """Flattens a transform's result, and checks it against the argument `like`."""
+    """Flattens the result of `fn`, and checks its leaves against the cotangents."""
     expected = backend.flatten(like)[1]
     leaves, treedef = backend.flatten_like(expected, tree)
     if not is_same(treedef, expected):

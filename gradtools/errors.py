@@ -16,7 +16,7 @@ class GradtoolsError(Exception):
 
 
 class DisconnectedInputError(GradtoolsError):
-    """Raised if a differentiated argument does not reach the output by a differentiable path."""
+    """Raised if no differentiable path connects a differentiated argument to the output."""
 
 
 class LostDerivativeError(GradtoolsError):
@@ -24,7 +24,7 @@ class LostDerivativeError(GradtoolsError):
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """Raised by `gradtools.testing.checked` if a derivative contradicts finite differences."""
+    """Raised by `gradtools.testing.checked` if a derivative differs from finite differences."""
 
 
 class Refusal(GradtoolsError):
@@ -38,11 +38,11 @@ class Refusal(GradtoolsError):
 
 
 class RuntimeRefusal(Refusal, RuntimeError):
-    """A framework's RuntimeError with a better message."""
+    """A RuntimeError of a framework, with a better message."""
 
 
 class NotImplementedRefusal(Refusal, NotImplementedError):
-    """A framework's NotImplementedError with a better message."""
+    """A NotImplementedError of a framework, with a better message."""
 
 
 class TypeRefusal(Refusal, TypeError):
@@ -50,7 +50,7 @@ class TypeRefusal(Refusal, TypeError):
 
 
 class ValueRefusal(Refusal, ValueError):
-    """A framework's ValueError with a better message."""
+    """A ValueError of a framework, with a better message."""
 
 
 class GradtoolsWarning(UserWarning):
@@ -58,7 +58,7 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """Warning for an argument with a constant gradient, which may not reach the output."""
+    """Issued if the output may not depend on a differentiated argument."""
 
 
 class MissingRuleError(GradtoolsError):
@@ -100,12 +100,12 @@ _REFUSALS: dict[type[Exception], type[Refusal]] = {
 
 
 def said_by(package: str, error: BaseException) -> str:
-    """Returns the text of an error that a framework raised; empty for other errors."""
+    """Returns the text of an error that a framework raised; returns "" for other errors."""
     return str(error) if is_of(package, error) else ""
 
 
 def is_of(package: str, error: BaseException) -> bool:
-    """Returns whether a framework raised an error, rather than the user or gradtools."""
+    """Returns whether an error was raised by a framework, not by the user's code or gradtools."""
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
 
 

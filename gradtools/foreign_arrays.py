@@ -1,4 +1,4 @@
-"""Rejects arrays of the other framework: PyTorch and JAX treat foreign arrays as constants.
+"""Rejects arrays of the other framework, which PyTorch and JAX would treat as constants.
 
 For example, `gradtools.torch.reverse_gradient` of a `jax.Array` would silently have no effect.
 Operators detect foreign arrays when they flatten an argument (`integrations/containers.py`). The
@@ -17,7 +17,7 @@ _ARRAYS = {"torch": "Tensor", "jax": "Array"}
 
 
 def foreign_class(framework: str) -> Any:
-    """Returns the other framework's class of arrays; () if that framework is not imported."""
+    """Returns the other framework's array class; returns () if that framework is not imported."""
     other = _OTHER.get(framework, "")
     return getattr(sys.modules.get(other), _ARRAYS.get(other, ""), ())
 
@@ -29,7 +29,7 @@ def is_foreign(framework: str, x: Any) -> bool:
 
 
 def refuse_foreign(framework: str, x: Any, path: str = "") -> None:
-    """Raises if x, the leaf at `path` of an argument, is an array of the other framework."""
+    """Raises an error if x, the leaf at `path`, is an array of the other framework."""
     if is_foreign(framework, x):
         other = _OTHER[framework]
         raise GradtoolsError(

@@ -6,12 +6,12 @@ stores no graph. The derivative of <u, J^H v> along z is the tangent of the pull
 
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
-since both are the same second derivative of <v, G(z)>: forward over reverse, with the memory of one
-graph of G. Double backward would keep a graph of G and a graph of its pullback for each use until
-the second derivative is computed.
+since both sides equal the same second derivative of <v, G(z)>. This derivative is computed forward
+over reverse, with the memory of one graph of G. Double backward would keep a graph of G and a graph
+of its pullback for each call until the second derivative is computed.
 
-The backends' `freezing.py` keep the first graph of a use until its pullback has run, and replace
-kernels without forward mode.
+The backends' `freezing.py` keep the first graph of a call until the pullback of the call has run,
+and replace kernels without forward mode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
 
-_ONE = Partition(1, 1)  # a use of a frozen function is one chunk
+_ONE = Partition(1, 1)  # a call of a frozen function is one chunk
 
 
 def name_of_function(caller: str) -> str:
@@ -57,31 +57,31 @@ class Freezing(Operators):
         G: F,
         verify: Verify = "first",
     ) -> F:
-        """Use `frozen(G)` in place of G: second derivatives through it do not store G's graph.
+        """Wraps a function G so that second derivatives do not store the graph of G.
 
         `frozen` is intended for a loss that contains gradients with respect to many z_i through a
-        large pretrained G. Each use stores its arguments and outputs, but nothing that grows with
-        the depth of G. If a forward pass costs F, a use costs F forward, F for the pullback, and 2F
-        for the second derivative: 4F in total, while double backward takes 3F and keeps graphs of G
-        for every use. In PyTorch, take each first derivative before the next use of G: otherwise
-        the cost is 5F. G's parameters are constants.
+        large pretrained G. Each call stores its arguments and outputs, but nothing that grows with
+        the depth of G. If a forward pass costs F, a call costs F for the forward pass, F for the
+        pullback, and 2F for the second derivative: 4F in total. Double backward costs 3F and keeps
+        the graphs of G for every call. In PyTorch, compute each first derivative before the next
+        call of G; otherwise the cost is 5F. G's parameters are constants.
 
-        Derivatives along the arguments are exact, and are computed only if the arguments depend on
-        differentiated arrays. Third derivatives are exact; they store the graph of one use at a
-        time in PyTorch, and of each use in JAX.
+        Derivatives with respect to the arguments are exact, and are computed only if the arguments
+        depend on differentiated arrays. Third derivatives are exact; they store the graph of one
+        call at a time in PyTorch, and the graphs of all calls in JAX.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
-        `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
-        function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),
-        the derivative applies reverse mode twice, with a warning; a rule that is nonlinear in its
-        cotangent raises an error.
+        `torch.autograd.grad`, a second derivative requires a double backward pass through G. JAX: G
+        is a function, or a module of equinox or flax.nnx. If G has no forward mode (a
+        `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning; a rule that is
+        nonlinear in its cotangent raises an error.
 
         Args:
-            G: Takes and returns pytrees of arrays.
+            G: A function that takes and returns pytrees of arrays.
             verify: PyTorch: whether to compare the recomputation with the first pass, as in
-                `chunked`, up to the rounding of other kernels.
+                `chunked`, up to rounding differences between kernels.
 
         Returns:
             A function of G's arguments. If G is a module, the result is a module, as in `chunked`,
@@ -89,8 +89,8 @@ class Freezing(Operators):
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
-                of G, or a tensor that G captures, is needed (in reverse mode); G returns different
-                values when it is recomputed.
+                of G, or to a tensor that G captures, is needed (in reverse mode); G returns
+                different values when it is recomputed.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())

@@ -1,4 +1,4 @@
-"""Finds the objects that functions and containers refer to, and replaces them in copies."""
+"""Finds the objects to which functions and containers refer, and replaces them in copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_in(code: CodeType | None) -> Iterator[str]:
 
 
 def parts_of(x: Any) -> list[Any]:
-    """Returns the parts of a list, tuple, dict, bound method, partial or weak reference."""
+    """Returns the objects in a list, tuple, dict, bound method, partial or weak reference."""
     kind = type(x)
     if kind in (list, tuple):
         return list(x)
@@ -48,7 +48,7 @@ def parts_of(x: Any) -> list[Any]:
 
 
 def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
-    """Replaces each part of x by `of(part)`; returns x itself if no part changes."""
+    """Replaces each object of `parts_of(x)` by `of(object)`; returns x if no object changes."""
     old = parts_of(x)
     new = list(map(of, old))
     if all(a is b for a, b in zip(old, new, strict=True)):

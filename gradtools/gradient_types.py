@@ -1,7 +1,7 @@
-"""Types for type checkers: of gradient functions, and of the numbers that edits take.
+"""Types for type checkers: types of gradient functions, and of numbers that edits accept.
 
-A gradient has its argument's type; the gradient of a `torch.nn.Module` is a dict by parameter name.
-This module is unused at run time.
+A gradient has the type of its argument; the gradient of a `torch.nn.Module` is a dict of tensors
+with the parameter names as keys. This module is unused at run time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchModule(Protocol):
         """Returns the parameters and their names."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds a hook."""
+        """Adds a hook that runs after the forward pass."""
 
 
 M = TypeVar("M", bound=TorchModule)
@@ -51,7 +51,7 @@ class _Unknown:
 
 
 class Gradient(Protocol[T_co, P]):
-    """The type of `grad(f)`: takes f's arguments and returns the first one's type."""
+    """The type of `grad(f)`, whose result has the type of the first argument."""
 
     @overload
     def __call__(

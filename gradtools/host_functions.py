@@ -1,13 +1,15 @@
 """Host functions are kernels on NumPy arrays with custom rules.
 
-A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so
-derivatives beyond the last user-written rule are derived from the symmetry of the Hessian:
+A host function is a function with a custom rule; its value is computed by a kernel. Kernels cannot
+be differentiated, so derivatives beyond the last user-written rule are derived from the symmetry of
+the Hessian:
 
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. The derivative of bwd along dx is the
-    Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd, since a Hessian is
-    symmetric.
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> with respect to x. The derivative of bwd
+    along dx is the Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd,
+    since a Hessian is symmetric.
 
-A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
+A linear kernel A and its adjoint need no rule: dy = A dx and x' = A^H y' are again linear kernels,
+at every order.
 """
 
 from __future__ import annotations
@@ -59,23 +61,23 @@ class HostFunctions(Operators):
 
         The kernel runs in eager and compiled code, under vmap and in loops. Rules are set as for a
         `custom_rule`; a rule may call the function itself and other host functions with rules. If
-        bwd is a host function with a bwd, double backward works, and also forward mode and forward
-        over reverse, because a Hessian is symmetric.
+        bwd is a host function with a bwd of its own, double backward, forward mode and forward over
+        reverse are supported, because a Hessian is symmetric.
 
         Args:
-            kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
-                Non-array arguments are passed unchanged.
+            kernel: A function that gets read-only NumPy arrays (bfloat16 as float32) and returns
+                NumPy arrays. Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
                 arrays replaced by their ArraySpecs. Under vmap, `out` describes one example.
             vectorized: If False, vmap calls the kernel once per example. If True, vmap calls the
                 kernel once, with leading batch axes on each array argument, which elementwise
                 kernels support.
-            adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
+            adjoint: The adjoint of a linear kernel A, a kernel with Re<y, A x> = Re<adjoint(y), x>
                 for all x and y. A kernel with an adjoint needs no rule, in either mode and at any
                 order. The adjoint takes a cotangent of A's result and returns a cotangent of A's
-                argument (a tuple for several arguments), real if the argument is real. A kernel
-                with an adjoint must take only floating and complex arrays.
+                argument (a tuple for several arguments), which is real if the argument is real. A
+                kernel with an adjoint must take only floating and complex arrays.
 
         Returns:
             A function of arrays. Without a rule, differentiating the returned function raises an
@@ -289,7 +291,7 @@ def _maps_as_rules(
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A rule for one map of a host function; it shares the checks of `host`."""
+    """A rule for the vjp or jvp of a host function, with the same checks as the rule `host`."""
 
     host: Rule
 
@@ -300,11 +302,11 @@ class _MapRule(Rule):
 
 @dataclass(eq=False)
 class _KernelMaps:
-    """Stores bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
+    """Stores bwd and its transpose as rules with the operands `[*xs, *saved, *vectors]`.
 
-    `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
-    and a gradient in x. `push` is the transpose of `pull` in the cotangents. The vectors are the
-    cotangents of `pull` or the tangents of `push`.
+    `pull` is bwd as a function of x, the residuals and the cotangents c. `pull` is linear in c, and
+    is the gradient of Re<c, f(x)> with respect to x. `push` is the transpose of `pull` with respect
+    to c. The vectors are the cotangents of `pull` or the tangents of `push`.
     """
 
     host: HostFunction
@@ -428,7 +430,11 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """Pulls back <v, J dx> = <bwd(x, v), dx>: the gradient in x is bwd's pullback of dx."""
+        """Applies the pullback of `pushed`.
+
+        Since <v, J dx> = <bwd(x, v), dx>, the gradient with respect to x is the pullback of dx
+        through bwd.
+        """
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

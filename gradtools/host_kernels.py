@@ -109,8 +109,8 @@ class Kernel:
         name: The kernel's name in messages.
         raw: Whether fun takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
-        inside: The function of another framework that this kernel wraps, if any, with its `name`
-            and `fun`.
+        inside: An object with `name` and `fun`, the function of another framework that this kernel
+            wraps; None if there is none.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured_objects`
@@ -141,7 +141,7 @@ class Kernel:
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """Returns the `KernelCall` for the arguments' structure, and the arrays in order.
 
-        NumPy arrays count as arrays; Python and NumPy scalars do not.
+        NumPy arrays are treated as arrays; Python and NumPy scalars are treated as non-arrays.
         """
         leaves, treedef = backend.flatten(tuple(args))
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
@@ -161,7 +161,7 @@ class Kernel:
     ) -> tuple[KernelCall, Results]:
         """Returns the `KernelCall` for the arguments and its result specs, memoized by `avals`.
 
-        avals: A key that differs wherever `out` may return different specs.
+        avals: A cache key; calls with equal keys must have equal result specs.
         """
         result = self.known.get(avals)
         if result is None:
@@ -171,7 +171,7 @@ class Kernel:
 
 
 def remember(cache: dict[Any, T], key: Any, value: T) -> T:
-    """Adds an entry to a cache and drops the oldest entry."""
+    """Adds an entry to a cache, and removes the oldest entry if the cache is full."""
     cache[key] = value
     if len(cache) > _MOST_CALLS:
         del cache[next(iter(cache))]
@@ -188,7 +188,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 
 def call_by_key(key: str) -> KernelCall:
-    """Returns the `KernelCall` with the given key; raises if it was garbage collected."""
+    """Returns the `KernelCall` with the given key; raises an error if it was garbage collected."""
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
@@ -209,9 +209,9 @@ class Results:
 
     Attributes:
         specs: One ArraySpec for each array.
-        treedef: The structure.
+        treedef: The tree structure of the results.
         alone: Whether the result is a single array without a container.
-        avals: The shapes and NumPy dtypes, float32 for bfloat16.
+        avals: The shapes and NumPy dtypes, with float32 in place of bfloat16.
         widened: Whether any array is bfloat16.
     """
 
@@ -229,10 +229,10 @@ class Results:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelCall:
-    """A kernel at one pytree of arguments: a function of a flat list of arrays.
+    """A kernel as a function of a flat list of arrays, for one tree structure of the arguments.
 
     Attributes:
-        kernel: The kernel.
+        kernel: The kernel that is called.
         trees: The backend that flattens and unflattens pytrees.
         treedef: The structure of the tuple of arguments.
         others: The leaves of the arguments, with ARRAY for each array.
@@ -258,7 +258,7 @@ class KernelCall:
         return f"<call of {self.kernel!r}>"
 
     def keep(self) -> None:
-        """Keeps the call alive as long as the kernel: a compiled program stores only its key."""
+        """Keeps the call alive as long as the kernel exists; compiled code stores only the key."""
         self.kernel.traced[self.key] = self
 
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
@@ -295,12 +295,14 @@ class KernelCall:
         """Calls the kernel.
 
         Args:
-            xs: NumPy arrays with len(batch) leading axes, each of length 1 or as in batch.
+            xs: NumPy arrays with len(batch) leading axes. The length of each of these axes is 1 or
+                the length in `batch`.
             expected: The result specs of one example; see `results`.
             batch: The sizes of the batch axes.
 
         Returns:
-            New arrays with batch axes and the expected shapes; bfloat16 becomes float32.
+            New arrays with batch axes and the expected shapes, in float32 if a spec has dtype
+            bfloat16.
         """
         if not self.kernel.raw:
             xs = [read_only(x) for x in xs]
@@ -323,7 +325,7 @@ class KernelCall:
     def fresh(
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
-        """Calls the kernel at read-only arrays in C order; returns `owned` arrays."""
+        """Calls the kernel with read-only arrays in C order; returns copies of the results."""
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
@@ -395,7 +397,7 @@ class KernelCall:
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """Describes how y differs from its spec, and the fix; empty if y matches."""
+    """Describes how y differs from its spec, and the fix; returns "" if y matches the spec."""
     shape = (*batch, *spec.shape)
     behind = f", with the leading batch axes {batch} (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -426,7 +428,7 @@ def read_only(x: np.ndarray) -> np.ndarray:
 
 
 def _fits(y: Any, dtype: str) -> bool:
-    """Returns whether a Python number is of the given dtype's kind and within its range."""
+    """Returns whether a Python number has the kind of the dtype and lies within its range."""
     try:
         kind = np.dtype(carrier(dtype)).kind
         return type(y) is _SCALARS[kind] and np.array(y, carrier(dtype)) is not None

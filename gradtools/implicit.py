@@ -4,8 +4,8 @@ z solves F(z, p) = 0. With A = dF/dz and B = dF/dp at the solution,
 
     dz = -A^-1 B dp        p' = -B^H A^-H z'
 
-so each mode takes one linear solve with products of A or A^H, however z was computed. The linear
-solve x = A^-1 b is differentiated by the rule dx = A^-1 (db - dA x), at any order.
+so a tangent or a cotangent requires one linear solve with A or A^H, for any method that computes z.
+The linear solve x = A^-1 b is differentiated by the rule dx = A^-1 (db - dA x), at any order.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Implicit(Operators):
     ) -> Callable[..., Any]:
         """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
-        The implicit function theorem gives the derivatives: each pullback or tangent takes one
-        linear solve, in both modes and at every order. The derivatives do not depend on the method
-        by which `solve` computes z.
+        The derivatives are computed by the implicit function theorem: each tangent or cotangent
+        requires one linear solve, at every order. The derivatives do not depend on the method by
+        which `solve` computes z.
 
         Args:
-            F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
-                g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h is a solution of
-                `F = gt.grad(h)`. F may also close over differentiated arrays and modules.
+            F: The function in the equation. F takes z, theta and args, and returns a pytree like z.
+                A fixed point of g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h
+                is a solution of `F = gt.grad(h)`. F may also close over differentiated arrays and
+                modules.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
                 is called once, with arguments that have no gradient, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
@@ -63,10 +64,10 @@ class Implicit(Operators):
 
         Raises:
             GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
-                near zero at z: moving z by 1 % changes F by less than its value. (On
+                near zero at z: a change of z by 1 % changes F by less than the norm of F. (On
                 differentiating) the relative residual of the solve is above 1e-6 (1e-3 below
-                float64), as for a singular A. Under jit and vmap the result is NaN instead of these
-                two errors.
+                float64), for example because A is singular. Under jit and vmap, the result is NaN
+                in place of the last two errors.
 
         Example:
             >>> root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a ** 0.5)
@@ -92,7 +93,7 @@ class Implicit(Operators):
 
 @dataclass(frozen=True)
 class _Form:
-    """F, and the structure, shapes and dtypes of z; x is z as a single real vector."""
+    """F, and the structure, shapes and dtypes of z, whose entries form the real vector x."""
 
     F: Callable[..., Any]  # takes the captured arrays, then the arguments of F
     treedef: Any
@@ -106,7 +107,7 @@ class _Form:
 
 
 class _Closed(CustomRule):
-    """A custom rule whose functions close over no differentiated array."""
+    """A custom rule whose functions do not close over differentiated arrays."""
 
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
@@ -276,7 +277,7 @@ class _Solution:
         return self.backend.unflatten(form.treedef, leaves)
 
     def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
-        """Pulls c back through fun to the floating leaves of a tree; None at other leaves."""
+        """Applies the pullback of fun to c; returns a tree, with None at non-floating leaves."""
         leaves, at, moving = self._moving(fun, tree)
         pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
         left, treedef = iter(pulled), self.backend.flatten(tree)[1]
@@ -312,7 +313,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: str) -> Array:
-        """Returns x; if `wrong`, raises, or returns NaN in a trace, which cannot raise."""
+        """Returns x; if `wrong`, raises an error, or returns NaN if `wrong` is traced."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)

@@ -3,7 +3,7 @@
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
 the gradient of g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is
 differentiable. `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py`
-evaluate f with them.
+evaluate functions that contain marks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gradtools.errors import GradtoolsError
 
 
 class MarkedCall(Call):
-    """A call of f that marks values; takes the arrays of the tape after the leaves of f."""
+    """A call of a function that marks values; the arrays of `tape` follow the leaves."""
 
     tape: MarkedValues
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """Evaluates f at the leaves, as in `Call`; the arrays of its marks follow the leaves."""
+        """Evaluates f as in `Call`; the arrays of the marks follow the leaves of the arguments."""
         count = len(self.leaves)
         self.tape.replace(leaves[count:] or self.tape.arrays)
         with here.moved(self.tape, ()):
@@ -39,14 +39,14 @@ class RetainedGradients(Operators):
     """The operators `retain_gradient` and `retained_gradients`."""
 
     def retain_gradient(self, x: T, name: str) -> T:
-        """Marks x, so that `retained_gradients` returns the gradient with respect to it.
+        """Marks x, so that `retained_gradients` returns the gradient with respect to x.
 
         Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
         JAX program contains no operation for the mark. Use the result in place of x: only values
         computed from the result contribute to the retained gradient.
 
         Args:
-            x: A pytree of arrays. Leaves that are not floating or complex pass through.
+            x: A pytree of arrays. Leaves that are not floating or complex are returned unchanged.
             name: The name of the value. Several values may have the same name.
 
         Returns:
@@ -94,13 +94,13 @@ class RetainedGradients(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads, retained)`, or `((value, aux),
-            grads, retained)`. retained is a dict from name to a pytree like the marked value, with
+            grads, retained)`. retained is a dict from names to pytrees like the marked values, with
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
             order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark
             precede the steps at the next mark. Under vmap the batch axis is the first axis of each
-            retained gradient. The gradient at a value that does not reach the output is zero. All
-            results are differentiable, like the results of `grad`.
+            retained gradient. The gradient at a value on which the output does not depend is zero.
+            All results are differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums
@@ -157,7 +157,7 @@ class RetainedGradients(Operators):
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """Returns the gradients by name; stacks or lists several values with the same name."""
+    """Returns the gradients by name; gradients with the same name are stacked or listed."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

@@ -1,11 +1,11 @@
-"""Computes Jacobians, Hessians and their products with vectors; products form no matrix.
+"""Computes Jacobians, Hessians, and Hessian-vector products without forming the Hessian.
 
 With g the gradient of a real f, and H = dg/dx,
 
     hvp    H t, by a jvp or a vjp of g
 
-A Jacobian or Hessian consists of the products with all unit vectors (`blocks`), or with a few sums
-of unit vectors if it is sparse (`sparse_jacobians`).
+A Jacobian or Hessian is computed from products with all unit vectors (`blocks`), or with a few sums
+of unit vectors if the matrix is sparse (`sparse_jacobians`).
 """
 
 from __future__ import annotations
@@ -48,27 +48,29 @@ class Jacobians(Operators):
         """Computes the Jacobian of f: the derivatives of all outputs with respect to all inputs.
 
         Args:
-            f: Takes pytrees of real arrays, and returns a pytree of arrays.
+            f: A function that takes pytrees of real arrays and returns a pytree of arrays.
             argnums: The positional arguments to differentiate with respect to.
             mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
                 unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
                 fewer passes in JAX, where the size of the output is known beforehand. If the
                 precisions of f's output and input differ, "forward" returns the output's precision
                 and the other modes return the input's precision.
-            chunk_size: The number of unit vectors per chunk; all by default. 1 runs a loop without
-                vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
+            chunk_size: The number of unit vectors per chunk; by default, all unit vectors. If 1, a
+                loop without vmap is run: a Python loop in PyTorch, which supports any eager code,
+                or `lax.map` in JAX.
             sparsity: For an f from one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
-                Jacobian's shape. Columns or rows are colored, so a banded Jacobian takes as many
-                products as it has bands. One more product detects entries missing from the pattern.
-                Requires `pip install "gradtools[sparse]"`.
+                Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
+                products as the Jacobian has nonzero diagonals. One more product detects entries
+                missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
-            the function returns an array of shape s + t, in the tree of the output, with the tree
-            of the argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity,
-            one sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
+            the function returns an array of shape s + t. The arrays form a pytree like the output,
+            with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf.
+            With sparsity, one sparse array of shape s + t: `torch.sparse_coo`, or
+            `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
@@ -113,7 +115,7 @@ class Jacobians(Operators):
             staged = backend.stage(call, call.leaves)
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
-        if is_auto:  # the dtype must not depend on the mode that the output's size selects
+        if is_auto:  # the dtype must not depend on the selected mode
             for row in rows:
                 row[:] = [
                     _of_precision(backend, block, x)
@@ -197,9 +199,9 @@ class Jacobians(Operators):
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t the function returns
-            an array of shape s + t, in the tree of the argument, with that tree again at each leaf;
-            for a tuple of argnums, a tuple of tuples. With sparsity, the result is one sparse
-            array.
+            an array of shape s + t. The arrays form a pytree like the argument, with another pytree
+            like the argument at each leaf. For a tuple of argnums, the function returns a tuple of
+            tuples. With sparsity, the result is one sparse array.
 
         Raises:
             GradtoolsError: An input is complex; also as in `grad`.
@@ -246,7 +248,7 @@ class Jacobians(Operators):
         flat: Any = gradient
         flat.caller, flat.call, flat.plain_kernels = call.caller, call, True
         flat.own, flat.is_deferred = call.own, call.is_deferred
-        call.is_deferred = bool  # bool() is False: the graph is kept
+        call.is_deferred = bool  # bool() returns False, so the graph is kept
         return flat
 
 
@@ -290,7 +292,7 @@ def blocks(
 ) -> list[list[Array]]:
     """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
 
-    mode: "forward", "reverse" or "auto", which is reverse in this function.
+    mode: "forward", "reverse" or "auto", which is treated as "reverse".
     """
     if mode == "forward":
         passes = -(-_size(leaves) // chunk_size) if chunk_size else 1
@@ -317,7 +319,7 @@ def _rows(
         return [*compress(backend.filled(evaluation.pullback([*units]), leaves), full)]
 
     def columns(units: list[Array]) -> list[Sequence[Array]]:
-        """Returns each leaf's blocks, one per output."""
+        """Returns the blocks of each leaf, with one block per output."""
         mapped = iter(backend.map_batches(pull, units, chunk_size) if any(full) else [])
         return [
             backend.split(next(mapped), parts) if f else [backend.zeros_like(x)] * len(outs)
@@ -357,7 +359,7 @@ def _columns(
 
 
 def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[slice]]:
-    """Returns a batch of all unit vectors of the concatenated xs, and each array's slice of it.
+    """Returns a batch of all unit vectors of the concatenated xs, and the slice of each array.
 
     If the xs have no entries, the batch has one row, which no array's slice includes; the
     row only determines the shapes of the results.

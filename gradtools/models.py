@@ -32,7 +32,7 @@ class Models(Operators):
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
         side effects on the module or its arguments. Many threads may call ``apply`` at once, each
         with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``,
-        the call's randomness is a function of the key only. make_functional reads the module when
+        the random numbers of the call depend only on the key. make_functional reads the module when
         it is called; later changes of its mode or structure do not affect apply.
 
         In PyTorch::
@@ -83,9 +83,9 @@ class Models(Operators):
           to arrays; state maps the paths of all other variables, including the seeds of its random
           streams. ``train`` is passed as ``training``.
 
-        Conventions differ: PyTorch's running variance is unbiased and its momentum m is ``1 - m``
-        elsewhere; flax and equinox use the biased variance, and equinox divides its statistics by
-        ``1 - m^calls`` in evaluation.
+        Conventions differ: PyTorch's running variance is unbiased, and its momentum m corresponds
+        to ``1 - m`` in the other libraries; flax and equinox use the biased variance, and equinox
+        divides its statistics by ``1 - m^calls`` in evaluation.
 
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
@@ -101,9 +101,10 @@ class Models(Operators):
 
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
-                in (scripted, sharded, lazy and not yet called); ``train`` is given, but the module
-                has no argument for it. From apply: params or state has a missing or unexpected
-                name, or an array in params has a wrong shape; in JAX, randomness without a key.
+                as arguments (the module is scripted or sharded, or is lazy and has not been
+                called); ``train`` is given, but the module has no argument for it. From apply:
+                params or state has a missing or unexpected name, or an array in params has a wrong
+                shape; in JAX, randomness without a key.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Sequence
 
 SPELLED = "gradtools.spelled"
-"""Spells characters that an encoding lacks, for example ``x ∈ ℝ³`` as ``x in R^3``."""
+"""The codec error handler that spells out characters, for example ``x ∈ ℝ³`` as ``x in R^3``."""
 
 _WORDS = {"∈": "in", "√": "sqrt", "∂": "d", "Σ": "sum", "∞": "inf", "×": "x", "·": "*", "∘": "o"}
 _WORDS |= {"→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "‖": "||", "⟨": "<", "⟩": ">", "−": "-"}

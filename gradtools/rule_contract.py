@@ -42,7 +42,7 @@ class Contract:
     Attributes:
         name: The rule's name for messages, such as "custom_rule sinh".
         checked: Whether the rule is checked; False for a function of the other framework.
-        passed: The checks that passed.
+        passed: The keys of the checks that passed.
     """
 
     name: str
@@ -50,9 +50,10 @@ class Contract:
     passed: set[Hashable] = field(default_factory=set)
 
     def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
-        """Runs a check unless it passed before under this key; returns False if undecided.
+        """Runs a check unless it passed before with this key; returns False if it is undecided.
 
-        check: Raises if the rule is wrong; returns False if the check is undecided yet.
+        check: A function that raises an error if the rule is wrong, and returns False if the check
+            cannot be decided yet.
         """
         if not self.checked or key in self.passed:
             return True
@@ -76,7 +77,7 @@ class Contract:
     def check_outputs(
         self, who: str, came: Any, avals: list[Aval], expected: Any, wanted: list[Aval]
     ) -> None:
-        """Raises unless fwd's or the forward rule's output has f's structure and avals.
+        """Raises an error if the output of fwd or of the forward rule differs from f's output.
 
         who: "fwd" or "the forward rule".
         came, avals: The structure and avals of the output of `who`.
@@ -116,7 +117,8 @@ Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
 _LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # Factors that sample rounding; tolerance factor.
+# The factors for which rounding errors are measured, and a factor of the tolerance.
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0
 
 
 def is_linear(
@@ -128,14 +130,15 @@ def is_linear(
 ) -> bool:
     """Tests numerically whether `run` is linear; also works for kernels without a jaxpr.
 
-    Floating-point sums and multiples agree up to rounding errors, which are as large as the terms
-    that the map adds, and cannot be bounded by the results if these terms cancel. The vectors
-    therefore have few binary digits, so multiplying by a power of two is exact, and so is v + w;
-    the rounding in L(v + w) is compared with the rounding in L(3 v), L(5 v) and L(7 v).
+    For a linear map L, L(v + w) equals L(v) + L(w) up to rounding errors. These errors are
+    proportional to the terms that the map adds; if the terms cancel, the results do not bound the
+    errors. The vectors therefore have few binary digits, so that v + w and multiples by powers of
+    two are exact. The rounding error of L(v + w) is compared with the rounding errors of L(3 v),
+    L(5 v) and L(7 v).
 
     v, w: Vectors whose entries have four binary digits.
-    gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.
-    slack: The relative tolerance for an array without cancellation.
+    gap: `gap(a, b)` is the largest modulus in a - b; equal entries and pairs of NaN count as 0.
+    slack: `slack(y)` is the relative tolerance for an output y without cancellation.
     """
     scaled = lambda factor, xs: [None if x is None else factor * x for x in xs]
     size = lambda y: 0.0 if y is None else gap(y, 0.0 * y)

@@ -56,16 +56,17 @@ class Linearized:
 
     Attributes:
         ys: The outputs.
-        extras: Further results of the forward pass that the maps read.
+        extras: Further results of the forward pass that the maps use.
         saves: The residuals, as positions in `[*xs, *ys, *extras]`.
-        tangent: `tangent(saved, dxs)`, or None.
-        cotangent: `cotangent(saved, cts)`, or None.
-        opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
+        tangent: The tangent map, called as `tangent(saved, dxs)`; None if there is none.
+        cotangent: The cotangent map, called as `cotangent(saved, cts)`; None if there is none.
+        opaque_residuals: Whether the user's fwd saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
-        tangent_only: The number of last residuals that only the tangent map reads.
+        tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
+            uses.
         example: For an evaluation of a batch, the maps of one example.
-        written: The cotangent map as its author wrote it, if `cotangent` is itself a rule with a
-            forward mode. The map reads the first residuals.
+        written: The user's cotangent map, if `cotangent` applies a rule with forward mode instead.
+            The user's map uses only the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
     """
@@ -82,7 +83,7 @@ class Linearized:
     written: Map | None = None
 
     def without_arrays(self) -> Linearized:
-        """Returns a copy with the maps and counts only: arrays would leak from their trace."""
+        """Returns a copy without the arrays, which would leak from their trace."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         nothing = [None] * len(self.extras)
         return Linearized([], nothing, *maps, self.example, written=self.written)
@@ -106,23 +107,23 @@ class Rule:
             complex convention. Entries of `cts` and of the result may be None, a symbolic zero.
         saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these inputs
             and outputs are saved for the backward pass.
-        linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
-            inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
+        linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps use residuals other
+            than inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
-        user_functions: The functions that the rule's author wrote, which may close over tracers. If
+        user_functions: The functions that the user wrote, which may close over tracers. If
             there are no user functions, no map closes over tracers.
         symbolic_zeros: The names of the maps ("tangent", "cotangent") that get None instead of
             zeros, even if the rule has a contract. With "cotangent", `linearize`
             gets a mask of the differentiated inputs.
-        contract: The checks that the author's maps must pass; with a contract, the maps get arrays
+        contract: The checks that the user's maps must pass; with a contract, the maps get arrays
             of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
         reaches: The differentiable paths from inputs to outputs. "identity": the outputs
             are the inputs unchanged, and graphs draw an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
-            ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. None, as the
-            attribute or as the function's result: every input may reach every output.
+            ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
+            attribute or the function's result is None, every output may depend on every input.
         key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
     """
 
@@ -152,12 +153,12 @@ class Rule:
         return f"<rule {self.name}>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, key=next(KEYS))  # a copy has its own key
+        vars(self).update(state, key=next(KEYS))  # a copy gets a new key
         _BY_KEY[self.key] = self
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """Converts a rule to this class: copies the fields of both classes, and applies changes."""
+        """Converts a rule to this class: copies the common fields, and applies changes."""
         common = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
         return cls(**{name: getattr(rule, name) for name in common} | changes)
 
@@ -174,7 +175,7 @@ class Rule:
         """Evaluates the rule; returns the outputs with the linear maps at xs.
 
         perturbed: Whether each input is differentiated, for rules with `symbolic_zeros`; None if
-            unknown, so that each input may be.
+            unknown.
         """
         if self.linearize is None:
             return self.linearized_from(xs, self.primal(*xs))
@@ -197,7 +198,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class JvpRule(Rule):
-    """A rule with a forward rule that returns outputs and tangents together.
+    """A rule whose forward rule computes outputs and tangents together.
 
     Attributes:
         jvp: `jvp(xs, dxs)` returns outputs and tangents from one evaluation; `tangent`, if given,
@@ -235,11 +236,11 @@ def captured_objects(
     array: type | tuple[type, ...],
     attributes: bool = True,
 ) -> Iterator[Any]:
-    """Yields the objects x with `wanted(x)` in closures, defaults, containers and attributes.
+    """Yields each object x to which functions refer, directly or indirectly, if `wanted(x)`.
 
     The functions are not traced, because tracing a rule that uses itself would not terminate.
 
-    array: The framework's array type or types, which are not searched.
+    array: The framework's array type or types; arrays are not searched.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = []
@@ -295,7 +296,7 @@ def _references(x: Any, attributes: bool) -> list[Any]:
 def batched(
     rule: R, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int, **more: Any
 ) -> R:
-    """Returns the rule of `vmap(rule)`.
+    """Returns a rule whose maps are the maps of `rule` under vmap.
 
     Args:
         rule: The rule of one example.
@@ -400,7 +401,7 @@ def evaluating_again(
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
-    """Returns the batch axes of the residuals; outputs without `out_axes` are batched."""
+    """Returns the batch axes of the residuals; outputs without `out_axes` have batch axis 0."""
     everything = [*x_axes, *out_axes]
     if saves is None:
         return tuple(x_axes)
@@ -474,10 +475,10 @@ def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Returns shapes and dtypes, as a key of caches and checks."""
+    """Returns shapes and dtypes, as a key for caches and checks."""
     return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """Returns the lengths of a shape's axes; None for PyTorch's unhashable symbolic sizes."""
+    """Returns the lengths of the axes, with None in place of PyTorch's symbolic sizes."""
     return tuple([n if isinstance(n, int) else None for n in shape])

@@ -3,9 +3,9 @@
 Columns that share no row (structurally orthogonal columns) are pushed as one tangent, rows that
 share no column are pulled as one cotangent, and each entry is read from the product in which it is
 the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974).
-NetworkX computes a greedy coloring. An entry that the pattern omits would be added to another
-entry. To detect omitted entries, the products of the Jacobian and of the result with a random
-vector are compared.
+NetworkX computes a greedy coloring. If the pattern omits a nonzero entry, this entry is added to
+another entry of the result. To detect omitted entries, the products of the Jacobian and of the
+result with a random vector are compared.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _verified(
 
     The product of the sparse result with a random vector, the sum of `values * signs` at each of
     `places`, is compared with the true product. In a trace, where values cannot be read, wrong
-    values become NaN instead.
+    values are replaced by NaN.
 
     Raises:
         GradtoolsError: The products differ.
@@ -112,7 +112,7 @@ def _verified(
     sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
     if not sizes.shape[0]:
         return values
-    # The tolerance is relative to the largest entry: large terms may cancel in a small entry.
+    # The tolerance is relative to the largest entry, since large terms may cancel in small entries.
     off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
     if backend.is_traced(off):
         return xp.where(xp.any(off), plain * np.nan, values)
@@ -137,7 +137,7 @@ def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:
 
 
 def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
-    """Raises unless the pattern has one row for each entry of f's output."""
+    """Raises an error if the pattern does not have one row for each entry of f's output."""
     if math.prod(y.shape) != pattern.shape[0]:
         raise GradtoolsError(
             f"{call.caller}: sparsity has {pattern.shape[0]} rows; expected {math.prod(y.shape)}, "
@@ -149,7 +149,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
 
 
 def _scipy_sparse(caller: str) -> Any:
-    """Imports `scipy.sparse`; raises with the name of the pip extra if it is missing."""
+    """Imports `scipy.sparse`; if SciPy is missing, raises an error that names the pip extra."""
     try:
         import networkx as _  # noqa: F401 - `_greedy` uses it
         import scipy.sparse
@@ -171,7 +171,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
         ins: The shape of f's argument.
 
     Raises:
-        GradtoolsError: The pattern has another type or shape.
+        GradtoolsError: The pattern has an unsupported type or a wrong shape.
     """
     sparse = _scipy_sparse(caller)
     shape, flat = _nonzero(caller, sparsity)
@@ -220,8 +220,8 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
     """Returns whether rows are pulled back, and the colors of the rows or of the columns.
 
-    mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes the mode with fewer products,
-        estimated from the largest number of entries in a row and in a column.
+    mode: "forward" pushes columns, "reverse" pulls rows; "auto" selects the mode with fewer
+        products, estimated from the largest number of entries in a row and in a column.
     """
     pattern.sort_indices()
     widest, highest = (int(np.asarray(pattern.sum(k)).max(initial=0)) for k in (1, 0))

@@ -35,7 +35,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Returns the release number without trailing zeros; a pre-release counts as its release."""
+    """Returns the release number without trailing zeros, also for a pre-release version."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     parts = [int(part) for part in numbers.group().split(".")] if numbers else []
     while parts and parts[-1] == 0:

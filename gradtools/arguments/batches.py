@@ -30,16 +30,16 @@ class FlatArgument:
     """An argument with its leaves and tree structure."""
 
     argument: Argument
-    treedef: Any  # the argument's tree structure; None for a single array
+    treedef: Any  # the tree structure; None if the argument is a single array
     leaves: list[Leaf]
     is_list: bool  # whether the argument is a list of examples; each chunk gets a slice
 
 
-Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
+Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument is a list
 
 
 class Batch:
-    """Arguments with the axis on which each leaf is split; None if the leaf is shared.
+    """The arguments of a call, and the axis on which each leaf is split (None if it is shared).
 
     With `lists`, a list that is split counts as a list of examples. Scalars are shared unless
     the user named an axis for them.
@@ -58,7 +58,7 @@ class Batch:
 
     @classmethod
     def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
-        """Makes a batch in which nothing is split."""
+        """Makes a batch in which no argument is split."""
         batch = cls.__new__(cls)
         batch.backend, batch.caller, batch.size = backend, caller, 1
         pairs = *enumerate(args), *kwargs.items()
@@ -79,7 +79,7 @@ class Batch:
     # --- reading
 
     def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
-        """converts: Whether to convert NumPy arrays to the framework's arrays."""
+        """Flattens an argument; with `converts`, also converts NumPy arrays to framework arrays."""
         x, backend = argument.value, self.backend
         values, treedef, kinds = [x], None, ["array"]  # the common case, an array
         if type(x) is not backend.array_type and not backend.is_array(x):
@@ -115,7 +115,7 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """Returns the number of examples, equal on every split axis, and a split leaf."""
+        """Checks that all split axes have equal length; returns the length and one split leaf."""
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:
@@ -192,7 +192,7 @@ class Batch:
         return self.backend.flatten(values[i])[0][leaf.place].shape[leaf.axis]
 
     def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
-        """Calls `one(args, kwargs)` at each example, and stacks the results."""
+        """Calls `one(args, kwargs)` for each example, and stacks the results."""
         backend = self.backend
         batch = [axis_moved(backend, x, axis, 0) for x, axis in self.split]
         treedef: list[Any] = []

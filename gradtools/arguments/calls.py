@@ -28,10 +28,10 @@ Attach = Callable[..., Any]
 class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    returns_output = True  # Whether the operator returns f's output, detached.
+    returns_output = True  # Whether the operator returns the detached output of f.
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
-    own: frozenset[int] = frozenset()  # The ids of a module's parameters among the leaves.
+    own: frozenset[int] = frozenset()  # The ids of the leaves that are module parameters.
     # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
     # the graph of the evaluation need not be kept.
     is_deferred: Callable[[], bool] = staticmethod(bool)
@@ -99,7 +99,7 @@ class Call:
         return kinds
 
     def _check_others(self) -> None:
-        """Raises if an argument that is not differentiated contains the other framework's array.
+        """Raises an error if an undifferentiated argument contains a foreign array.
 
         In compiled code dynamo itself rejects such an array.
         """
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def paths(self) -> list[str]:
-        """The name of each differentiated leaf, computed when a message needs it."""
+        """The names of the differentiated leaves, computed only for error messages."""
         return [x for k, x in enumerate(self._all_paths()) if k not in self._exact]
 
     def _all_paths(self) -> list[str]:
@@ -127,9 +127,9 @@ class Call:
         return self.names[i] if self.names else f"argument {i}"
 
     def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
-        """Returns a copy for pullbacks: names, structures, shapes and dtypes without arrays.
+        """Returns a copy for pullbacks, which contains names, structures and avals, but no arrays.
 
-        out: f's output, for leaf paths in messages.
+        out: The output of f, whose leaf paths appear in messages.
         """
         bare = copy(self)
         bare.leaves, bare._exact = [aval(x) for x in self.leaves], self.exact_tangents
@@ -159,7 +159,7 @@ class Call:
                     f"{describe(backend, out)}. Return both, or leave has_aux out."
                 )
             out, aux = out
-        # Stores only the tree: arrays would leak tracers and memory.
+        # Stores only the structure, because stored arrays would leak tracers and memory.
         self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
         outs: list[Array] = []
@@ -186,7 +186,7 @@ class Call:
     def to_trees(self, leaves: Sequence[Any], exact: dict[int, Any] | None = None) -> Any:
         """Builds one tree per differentiated argument from `leaves`.
 
-        exact: Replacements for the integer leaves, by position; None keeps the integers.
+        exact: Replacements for the integer leaves, by position; if None, the integers are kept.
         """
         if self._is_leaf:
             return tuple(leaves)
@@ -229,7 +229,7 @@ class Call:
         ]
 
     def _check_exact(self, tangents: Sequence[Any], what: str) -> None:
-        """Raises unless the tangents of integers are None, or JAX's zeros of dtype float0."""
+        """Raises an error if an integer's tangent is neither None nor zeros of dtype float0."""
         for k, none in self.exact_tangents.items():
             x = tangents[k]
             if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):
@@ -240,7 +240,7 @@ class Call:
                 )
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """Builds `(out, aux)` from the flat lists; writes f's changes to the user's modules."""
+        """Builds `(out, aux)` from the flat lists; updates the user's modules (see `settle`)."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]
@@ -249,7 +249,7 @@ class Call:
         return out, self.backend.unflatten(self._aux_def, aux) if self.has_aux else None
 
     def settle(self, extras: Sequence[Array]) -> None:
-        """Writes f's changes of its module arguments to the user's modules."""
+        """Writes the changes that f made to its module arguments to the user's modules."""
         if self.opened is not None:
             self.opened.settle(extras)
 
@@ -257,14 +257,15 @@ class Call:
         """Returns `attach(results, select)`, which attaches results to the parameters' graph.
 
         Returns the identity in JAX, and if no argument contains a module. The attached graph may
-        call `operator(*args, **kwargs)` again, and `select` takes the results from its output.
+        call `operator(*args, **kwargs)` again, and `select` returns the results from the output of
+        this call.
         """
         if self.opened is None:
             return lambda results, select=None: results
         return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
 
     def refuse_changes(self) -> None:
-        """Raises if f changed a module argument, for operators that would lose the change."""
+        """Raises an error if f changed a module argument, because the operator loses the change."""
         if self.opened is not None:
             self.opened.refuse_changes()
 
@@ -292,7 +293,7 @@ class Call:
         ]
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
-        """Returns the single real scalar that f returned; otherwise raises an error."""
+        """Returns the output of f; raises an error if the output is not a single real scalar."""
         single = len(self._kinds) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
@@ -342,7 +343,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
-    """Returns `tree`'s leaves in treedef's order, ignoring dict order; None if trees differ."""
+    """Returns the leaves of `tree` in the order of treedef, or None if the structures differ."""
     try:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):

@@ -15,7 +15,11 @@ from gradtools.integrations import kind_of_module, refusal
 
 
 def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
-    """Raises unless f is callable; a curried operator returns a function of f's arguments."""
+    """Raises an error if f is not callable.
+
+    curried: Whether `caller(f)` returns a function of f's arguments; the message then suggests the
+        call `caller(f)(x)`.
+    """
     if callable(f):
         return
     plain = isinstance(f, str | int | float | complex | None)
@@ -26,7 +30,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
 
 
 def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises unless an option has one of the allowed values."""
+    """Raises an error if the value of an option is not one of the allowed values."""
     if value not in allowed:
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
 
@@ -34,7 +38,7 @@ def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -
 def same_length(
     caller: str, primals: Any, tangents: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns primals and tangents as tuples; raises unless each primal has one tangent."""
+    """Returns primals and tangents as tuples; raises an error if their lengths differ."""
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradtoolsError(
@@ -50,7 +54,7 @@ def same_length(
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """Converts a count (anything with `__index__`) to an integer, or raises."""
+    """Converts a count to an integer; raises an error if it is below `least` or not an integer."""
     try:
         number = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -69,7 +73,7 @@ def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> 
 
 
 def as_float(caller: str, name: str, value: Any) -> float:
-    """Converts a Python number to a float; raises for an integer too large for float64."""
+    """Converts a Python number to a float; raises an error if an integer is too large."""
     try:
         return float(value)
     except OverflowError:
@@ -80,7 +84,7 @@ def as_float(caller: str, name: str, value: Any) -> float:
 
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
-    """Converts the argument `order` to an integer, or raises."""
+    """Converts the argument `order` to an integer; raises an error if it is not in `known`."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
     if not whole or operator.index(order) not in known:
         raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
@@ -131,7 +135,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
 
 
 def refuse_arguments(caller: str, argnums: Any) -> None:
-    """Raises if argnums contains arrays, as in `grad(f, x)` instead of `grad(f)(x)`."""
+    """Raises an error if argnums contains arrays, as in `grad(f, x)` instead of `grad(f)(x)`."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
@@ -143,7 +147,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
 ) -> Array:
-    """Converts x to a framework array on `device_of`'s device; raises an error that names x."""
+    """Converts x to a framework array on the device of `device_of`; errors name x."""
     if backend.is_array(x):
         return x
     backend.check_array(x, name)
@@ -196,7 +200,7 @@ def differentiable_leaf(
 def matching(
     backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
-    """Converts x to an array of like's shape and dtype; raises an error that names both."""
+    """Converts x to an array with the shape and dtype of `like`; errors name both arrays."""
     if isinstance(x, complex) and not backend.is_complex(like):
         name, like_name = names()
         raise GradtoolsError(
@@ -227,7 +231,7 @@ def matching(
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
-    """Raises unless `given` is a dictionary whose keys are the given names."""
+    """Raises an error if `given` is not a dictionary with the keys `names`."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
             f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "

@@ -1,6 +1,6 @@
-"""The outputs of chunks: their structure and constants, and the tree of the joined leaves.
+"""The outputs of chunks: checks of their structure, and the output of the whole batch.
 
-Only rows of examples can be joined, so an output has one entry for each example of its chunk.
+Only rows of examples can be concatenated, so each output array has one entry for each example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradtools.integrations.containers import is_same
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import Partition
 
-SUMMED = object()  # out_axes of outputs that are summed instead of joined
+SUMMED = object()  # out_axes of outputs that are summed, not concatenated
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 _UNKNOWN = object()  # the structure before the first output
 
@@ -30,22 +30,22 @@ class Outputs:
         self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
     ) -> None:
         self.backend, self.caller, self.cut = backend, caller, cut
-        # The axis on which each array is joined. None before f was called, if outputs are summed,
-        # or if f maps a list of examples to a list.
+        # The axis along which each array is concatenated. None before f was called, if outputs are
+        # summed, or if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is a single array.
         self._constants: dict[int, Any] = {}  # The leaves that are not arrays.
-        self._rests: list[list[int]] = []  # The first chunk's shapes without the joined axes.
+        self._rests: list[list[int]] = []  # The first chunk's shapes without the axes in `axes`.
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
 
     def same_as(self, number: int, others: range) -> None:
-        """Copies the list items of chunk `number` to the equal chunks `others`."""
+        """Copies the list items of chunk `number` to the chunks `others` of the same structure."""
         for other in others:
             self._lists[other] = self._lists[number]
 
     def arrays_in(self, number: int, out: Any) -> list[Array]:
-        """Returns the arrays in a chunk's output, checked against earlier chunks' structure."""
+        """Returns the arrays in a chunk's output; checks its structure against earlier chunks."""
         backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [backend.flatten(x) for x in out]
@@ -84,7 +84,7 @@ class Outputs:
         return arrays
 
     def _check_rows(self, leaf: Array, out: Any, k: int, place: int, number: int) -> None:
-        """Raises unless the array at the given index has one entry for each example."""
+        """Raises an error if the array `leaf` does not have one entry for each example."""
         assert self.axes is not None
         axis, shape, size = self.axes[place], list(leaf.shape), self.cut.sizes[number]
         path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""
@@ -92,19 +92,20 @@ class Outputs:
         has = f"length {shape[axis]} on axis {axis}" if there else f"shape {tuple(shape)}"
         if not there or (shape.pop(axis) != size and self.cut.count != 1):
             raise GradtoolsError(
-                f"chunked: f's output{path} has {has} for {size} examples; only rows of examples "
-                "can be joined, one per example. For a mean or a sum over examples use "
+                f"chunked: f's output{path} has {has} for {size} examples; an output "
+                "must have one entry per example. For a mean or a sum over examples use "
                 "microbatched_value_and_grad. Pass state from chunk to chunk, such as batch "
                 "statistics, in an argument that is in carry_argnums. Otherwise wrap f and "
-                "leave that output out."
+                "omit this output."
             )
         if place == len(self._rests):
             self._rests.append(shape)
         elif shape != self._rests[place]:
             raise GradtoolsError(
                 f"chunked: f's output{path} has shape {tuple(leaf.shape)} for {size} examples, and "
-                f"{self._rests[place]} on its other axes in the chunks before; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
+                f"{self._rests[place]} on its other axes in earlier chunks; the outputs of the "
+                f"chunks cannot be concatenated on axis {axis}. Only the length of this axis may "
+                "depend on the size of a chunk."
             )
 
     def _axes_of_arrays(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
@@ -121,7 +122,7 @@ class Outputs:
         return [*compress(axes, kinds)]  # the axes of arrays only
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
-        """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
+        """Stores a non-array leaf; raises an error if the leaf is not equal for all chunks."""
         known = self._constants.setdefault(k, leaf)
         same = known is leaf or known == leaf or (known != known and leaf != leaf)  # equal NaNs
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
@@ -131,7 +132,7 @@ class Outputs:
             raise GradtoolsError(
                 f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; a non-array must "
                 "be a constant, the same for all chunks. Return an array with an entry for each "
-                "example, or wrap f and leave that output out."
+                "example, or wrap f and omit this output."
             )
 
     # --- the whole output
@@ -166,7 +167,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
     raise GradtoolsError(
         f"chunked: out_axes is {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "
-        "axis for examples, cannot be joined."
+        "axis for examples, cannot be concatenated."
     )
 
 

@@ -1,4 +1,4 @@
-"""`Chunks` represents one call of a chunked function, with its arguments cut into chunks."""
+"""`Chunks` represents one call of a chunked function, with its arguments split into chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # compare in every backward pass; None: only in the first pass
+    verify: bool | None = None  # whether to compare in every backward pass; None: in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -37,7 +37,7 @@ class ChunkOptions:
 
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
-    """Returns the chunk size as an integer; raises if it is invalid, or f is not a function."""
+    """Returns the chunk size as an integer; raises an error if chunk_size or f is invalid."""
     check_function(caller, f, curried=False)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
@@ -86,12 +86,12 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the batch in chunks of at most `chunk_size` rows (less for a symbolic batch)."""
+        """Returns the partition into chunks of at most `chunk_size` rows (fewer if symbolic)."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
     def checked(self, caller: str) -> Partition:
-        """Returns self; raises if a symbolic size cannot be cut into equal chunks."""
+        """Returns self; raises an error if a symbolic size cannot be split into equal chunks."""
         if self.is_symbolic and (self.interleaved or self.size % self.chunk_size != 0):
             raise GradtoolsError(
                 f"{caller}: the batch has the symbolic size {self.size}, which cannot be cut into "
@@ -113,11 +113,11 @@ class Chunks:
     options: ChunkOptions
     splits: list[tuple[Any, int]]  # The pair `(leaf, axis)` of every array that is split.
     lists: list[list[Any]]  # For each chunk, the leaves of its slices of lists.
-    shared: list[Any]  # The leaves that all chunks share, arrays or not.
+    shared: list[Any]  # The leaves that all chunks share, both arrays and non-arrays.
     carry: list[Any]  # The leaves of the initial carry.
     carry_names: list[str]  # The names of the carry leaves, for messages.
     arguments: tuple[Any, ...]  # The values of f's arguments.
-    recut: Callable[[Partition], Chunks]  # Represents the same call with other chunks.
+    recut: Callable[[Partition], Chunks]  # Returns the same call with another partition.
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Chunks:
         keys: tuple[int, ...] = (),
         carried: tuple[int, ...] = (),
     ) -> Chunks:
-        """Represents the call `f(batch)`.
+        """Creates the `Chunks` for the call `f(batch)`.
 
         keys, carried: The arguments that are random keys and carries.
         """
@@ -174,7 +174,7 @@ class Chunks:
         )  # fmt: skip
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
-        """Builds the result from joined output leaves (for lists, the leaves of all chunks)."""
+        """Builds the result from concatenated output leaves (for lists, from all leaves)."""
         out, carry_def = self.outputs.tree(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 
@@ -185,7 +185,7 @@ _PIECES, _SHARED, _CARRY = range(3)
 class ArgumentPlan(NamedTuple):
     """The information that is needed to rebuild an argument from a chunk's leaves."""
 
-    treedef: Any  # The argument's structure; None for a single array.
+    treedef: Any  # The argument's structure; None if it is a single array.
     places: list[tuple[int, int]]  # The kind (_PIECES, _SHARED, _CARRY) and index of each leaf.
 
 
@@ -194,7 +194,7 @@ class ArgumentPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkFunction:
-    """Calls f on the flat leaves of one chunk; stores no array."""
+    """Calls f on the flat leaves of one chunk; does not store arrays."""
 
     backend: Backend
     f: Callable[..., Any]
@@ -202,7 +202,7 @@ class ChunkFunction:
     plans: list[list[ArgumentPlan]]  # For each chunk, the plan to rebuild its arguments.
     keys: tuple[int, ...]  # The arguments that are random keys.
     containers: list[int]  # The arguments that are containers shared by all chunks.
-    carry_def: Any  # The structure of the carry; None without a carry.
+    carry_def: Any  # The structure of the carry; None if there is no carry.
     outputs: Outputs
     place: ChunkedCall  # the call's position among `retain_gradient` marks
 
@@ -265,7 +265,7 @@ class ChunkFunction:
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
     """Warns once per function that batch normalization uses the statistics of a chunk.
 
-    what: The words of the warning before "a batch normalization".
+    what: The beginning of the warning, before "a batch normalization".
     """
     warn_once(
         ("batch norm", f),
@@ -276,7 +276,7 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """Makes a tqdm progress bar for a terminal or notebook; raises if tqdm is missing."""
+    """Makes a tqdm progress bar for a terminal or notebook; raises an error if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

@@ -1,8 +1,9 @@
 """Reads `in_axes`, the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
-split on axis 0. A dictionary applies to f's parameters by name, however they are passed. Arguments
-that `in_axes` does not name are split on axis 0; arrays without axes are shared.
+split on axis 0. A dictionary applies to f's parameters by name, both for positional and keyword
+arguments. Arguments that `in_axes` does not name are split on axis 0; arrays without axes are
+shared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
     named: bool = False  # Whether the user gave the axes explicitly.
-    label: str | None = None  # A name for messages, if not an argument of f.
+    label: str | None = None  # A name for messages, for values that f does not take.
 
     @property
     def name(self) -> str:
@@ -98,7 +99,7 @@ def _named(
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
-    """Returns f's parameters; for a torch.nn.Module, its forward's parameters."""
+    """Returns f's parameters; for a torch.nn.Module, the parameters of `forward`."""
     f, parameters = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):

@@ -15,7 +15,7 @@ from gradtools.errors import TypeRefusal
 
 _STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
 _WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
-_NESTS = "omit the keyword; derivatives nest, and in PyTorch results have a graph if inputs do"
+_NESTS = "omit the keyword; derivatives nest, and results have a graph if the inputs require grad"
 _COMPLEX = (
     "omit the keyword; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
 )
@@ -53,7 +53,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
 
 
 def passed_on(error: Exception) -> str:
-    """Suggests a replacement for a keyword that an operator passed on to f; "" for other errors."""
+    """Suggests a replacement if `error` is about an unknown keyword of f; otherwise returns ""."""
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
     hint = _HINTS.get(unknown[1]) if unknown else None
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
@@ -88,7 +88,7 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def _name(operator: Callable[..., Any]) -> str:
-    """Returns the public name; for `__init__`, the name of the class."""
+    """Returns the public name of an operator; for `__init__`, the name of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
 

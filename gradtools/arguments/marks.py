@@ -1,9 +1,9 @@
-"""The marks of `retain_gradient` in a program.
+"""Implements the marks that `retain_gradient` sets in a program.
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
-so that y has x's bits, and the cotangent at y is the gradient with respect to d. `MarkedValues`
-makes these arrays in the first evaluation, and supplies them in later evaluations: a recomputed
-chunk adds the same d again.
+so that y equals x bit by bit, and the cotangent at y is the gradient with respect to d.
+`MarkedValues` creates these arrays in the first evaluation, and returns the same arrays in later
+evaluations, so that a recomputed chunk adds the same d.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mark:
     """One occurrence of a mark, or its occurrences in all steps of a traced loop.
 
     Attributes:
-        name: Its name.
+        name: The name that was passed to `retain_gradient`.
         treedef: The structure of the marked value.
         places: The indices of the floating and complex leaves of the value.
         size: The number of leaves of the value.
@@ -93,10 +93,10 @@ _NOTHING = nullcontext()
 
 
 class ChunkedCall:
-    """The position of a chunked call among the marks; `at(i)` is a context for its chunk i."""
+    """The position of a chunked call among the marks; see `at` for the position of a chunk."""
 
     def __init__(self, caller: str) -> None:
-        # A custom rule differentiates a frozen function, so marks inside it have no gradient.
+        # A custom rule differentiates a frozen function, so marks in the function have no gradient.
         self._tape = None if caller == "frozen" else here.tape
         self._place = *here.place, here.next_index()
 

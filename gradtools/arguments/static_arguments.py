@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError
 
 
 def _signature(fun: Any) -> inspect.Signature | None:
-    """Returns the signature; None for builtins and ufuncs, whose arguments are positional."""
+    """Returns the signature of `fun`, or None if `fun` is a ufunc or has no signature."""
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:
@@ -34,8 +34,8 @@ class Parameters:
     # The function's signature; None if unknown, or if the function takes only *args.
     signature: inspect.Signature | None
     names: tuple[str, ...]  # The names of the parameters.
-    static: tuple[bool, ...]  # Which parameters are static.
-    keyword_only: tuple[bool, ...]  # Which parameters are keyword-only.
+    static: tuple[bool, ...]  # Whether each parameter is static.
+    keyword_only: tuple[bool, ...]  # Whether each parameter is keyword-only.
     star: str | None = None  # The name of *args, which precede the keyword-only arguments.
 
     @classmethod
@@ -52,7 +52,7 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """Returns a function's parameters without **kwargs: rules take positional arguments."""
+        """Returns a function's parameters without **kwargs (rules take positional arguments)."""
         signature = _signature(fun)
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -82,7 +82,7 @@ class Parameters:
         return [name for name, s in zip(self.names, self.static, strict=True) if s]
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Splits a call into `(statics, rest)`."""
+        """Splits the arguments of a call into `(statics, rest)`."""
         if not self.names:
             if kwargs and self.signature is not None:
                 call = self.signature.bind(*args, **kwargs)

@@ -11,7 +11,7 @@ from gradtools.backend import Backend
 
 
 def describe(backend: Backend, x: Any) -> str:
-    """Describes x briefly for messages."""
+    """Returns a short description of x for messages."""
     if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):
@@ -41,7 +41,7 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 
 
 def type_in_words(x: Any) -> str:
-    """Formats the type of x with its module, after "a" or "an", or a class by its name."""
+    """Formats the type of x with an article and the module; a class is formatted by its name."""
     if isinstance(x, type):
         return f"the class {x.__qualname__}, expected an instance"
     kind = type(x)
@@ -50,12 +50,12 @@ def type_in_words(x: Any) -> str:
 
 
 def name_of(f: Any) -> str:
-    """Returns a function's name, or its type's name."""
+    """Returns the name of a function, or the name of its type if it has no name."""
     return getattr(f, "__name__", None) or type(f).__name__
 
 
 def with_article(name: str) -> str:
-    """Formats a type's name after "a" or "an"; returns "None" for the type of None."""
+    """Adds "a" or "an" before the name of a type; returns "None" for the type of None."""
     if name == "NoneType":
         return "None"
     name = "jax.Array" if name == "ArrayImpl" else name

@@ -23,7 +23,7 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
 
 
 def kind_of_module(x: Any) -> tuple[str, str] | None:
-    """Returns the framework and the library of a module or module class, or None."""
+    """Returns the framework and library of a module or module class, or None if x is neither."""
     for wing, library in (("torch", "torch.nn"), ("jax", "flax.nnx"), ("jax", "equinox")):
         kind = getattr(modules.get(library), "Module", ())
         if isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind)):
@@ -32,6 +32,6 @@ def kind_of_module(x: Any) -> tuple[str, str] | None:
 
 
 def integration(library: str) -> Any:
-    """Returns a library's integration module; None if the program has not imported the library."""
+    """Returns a library's integration module, or None if the program has not imported it."""
     name = library.removeprefix("flax.")
     return import_module(f"{__name__}.{name}") if library in modules else None

@@ -2,9 +2,9 @@
 
 A tokenizer's BatchEncoding is a `UserDict`, and a model's output is often a dataclass. These
 classes are not registered as pytrees, so a framework treats their instances as single leaves. A
-backend's `flatten` opens such leaves: the arrays in them become leaves of the tree, and the
-structure records how to rebuild the container. A container without arrays, such as a configuration,
-remains a leaf, and so does a callable container.
+backend's `flatten` also flattens such containers: the arrays in a container become leaves of the
+tree, and the structure records how to rebuild the container. A container without arrays (such as a
+configuration) and a callable container remain leaves.
 
 All operators flatten their arguments with this module, which rejects arrays of the other framework.
 PyTorch and JAX treat foreign arrays as constants, so an edit or a derivative would have no effect.
@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedContainer:
-    """The structure of an opened container.
+    """The structure of a container that was flattened to its parts.
 
     Attributes:
-        kind: Its class.
+        kind: The class of the container.
         keys: The container's keys, or the names of its fields.
-        treedef: The structure of the list of its parts.
-        pattern: A copy with None for each part, so that the structure keeps no array alive.
+        treedef: The tree structure of the list of the container's parts.
+        pattern: A copy of the container with None in place of each part, so that the structure
+            keeps no array alive.
     """
 
     kind: type
@@ -46,10 +47,10 @@ class OpenedContainer:
 
 @dataclass(frozen=True)
 class OpenedTree:
-    """The structure of a tree in which some leaves are opened containers.
+    """The structure of a tree with flattened containers.
 
     Attributes:
-        treedef: The framework's own structure.
+        treedef: The structure that the framework's flatten function returned.
         nodes: The containers, with their positions among the leaves of `treedef`.
     """
 
@@ -95,7 +96,7 @@ class Containers:
         unflatten: The framework's function that builds a tree from a structure and leaves.
         leaf_paths: The framework's function that returns the path of each leaf as text.
         is_array: Whether a leaf is an array.
-        is_whole: Whether a leaf remains a leaf even if it contains arrays.
+        is_whole: Whether a container remains a single leaf even if it contains arrays.
     """
 
     framework: str
@@ -106,7 +107,7 @@ class Containers:
     is_whole: Callable[[Any], bool] = lambda x: False
 
     def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-        """Opens the containers among the leaves of a tree that the framework flattened.
+        """Flattens the containers among the leaves of a tree that the framework flattened.
 
         Raises:
             GradtoolsError: A leaf is an array of the other framework.
@@ -161,7 +162,7 @@ class Containers:
         return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def _parts(self, x: Any) -> dict[Any, Any] | None:
-        """Returns the parts of a container of arrays at any depth; None for another leaf.
+        """Returns the parts of a container with arrays at any depth, or None for any other x.
 
         Objects that represent an array, such as an ArraySpec, are marked by a class attribute.
         """
@@ -173,7 +174,7 @@ class Containers:
 
 
 class _Kinds(dict[type, bool]):
-    """Maps a class to whether its instances may be opened."""
+    """Maps each class to True if its instances are treated as containers."""
 
     def __missing__(self, cls: type) -> bool:
         called = any("__call__" in base.__dict__ for base in cls.__mro__)

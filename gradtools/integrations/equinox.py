@@ -1,8 +1,8 @@
 """equinox: the layer GradientReversal, transformed modules, and modules as pure functions.
 
 The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
-and Lempitsky, ICML 2015, arXiv:1409.7495): layers before it ascend the loss that layers after it
-descend.
+and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize the loss
+that the layers after it minimize.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class GradientReversal(eqx.Module):
 
 
 class Transformed(eqx.Module):
-    """A module whose ``__call__`` evaluates `make(module)`.
+    """A module whose ``__call__`` calls the function `make(module)`.
 
-    Comparison is by identity, so the module can be jitted like a function.
+    Instances are compared by identity, so the module can be jitted like a function.
     """
 
     module: Any
@@ -104,7 +104,7 @@ def apply(
     if takes_key:
         kwargs = {"key": key, **kwargs}
     model = eqx.combine(params, static)
-    # equinox invalidates a State that is written to: pass a copy
+    # equinox invalidates a State that is written to, so a copy is passed
     given = (*args, fresh(state)) if stateful else args
     try:
         out = model(*given, **kwargs)

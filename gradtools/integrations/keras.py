@@ -37,14 +37,15 @@ def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
 
 @dataclass(frozen=True)
 class KerasBackend:
-    """The functions of a framework that `make_functional` needs.
+    """The functions of a framework that `make_functional` uses.
 
     Attributes:
         name: Keras' name of the backend.
         alias: Detaches a variable's value.
         settled: Detaches the new value of a variable that is not trained.
         seeds: Maps `(key, count)` to `count` pairs of integers.
-        drawing: Maps `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
+        drawing: Maps `(key, arrays)` to a context manager that seeds the random numbers drawn
+            outside of Keras' streams.
     """
 
     name: str
@@ -119,7 +120,7 @@ def apply(
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
-    """Returns the variables by path; equal paths are numbered."""
+    """Returns a dict from paths to variables; equal paths are numbered."""
     result: dict[str, Any] = {}
     for v in variables:
         path, n = v.path, 1

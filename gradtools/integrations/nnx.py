@@ -1,13 +1,13 @@
 """flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
 
 A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalization
-updates its statistics. flax forbids this inside of a trace to which the module does not belong,
-such as the body of a scan. The body therefore works on a copy of the module: its parameters are
-constants of the body, and its other state is a carry of the loop, which is not differentiated. The
-final state is written to the original module.
+updates its statistics. flax forbids such mutations inside of a trace to which the module does not
+belong, such as the body of a scan. The body therefore works on a copy of the module: its parameters
+are constants of the body, and its other state is a carry of the loop, which is not differentiated.
+The final state is written to the original module.
 
-Modules are searched for in f (f itself, the owner of a method, a `partial`, closures, the globals
-that f names, containers of these objects) and in its arguments.
+Modules are found in f (f itself, the owner of a method, a `partial`, closures, the globals that f
+uses, containers of these objects) and in the arguments of f.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GradientReversal(nnx.Module):
 
 
 class Transformed(nnx.Module):
-    """A module whose ``__call__`` evaluates `make(module)`."""
+    """A module whose ``__call__`` calls the function `make(module)`."""
 
     def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
         self.module, self.make = module, make
@@ -74,7 +74,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; `rng_names` is ignored: the module names its streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is unused, since modules name streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module contains its arrays; leave variables=None."
@@ -111,7 +111,7 @@ def apply(
 
 
 def _reseed(model: Any, key: jax.Array) -> None:
-    """Gives each random stream of the model its own key, of the same shape."""
+    """Assigns a new key of the same shape to each random stream of the model."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     has_methods = hasattr(nnx.Variable, "set_value")  # flax 0.11 has only the property `value`
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
@@ -129,7 +129,7 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """Wraps f with the state of all modules in f and the arguments; None without modules."""
+    """Wraps f with the state of all modules in f and args; returns None if there are no modules."""
     own, given = _modules(f), _modules(args)
     return Stateful(caller, f, own, given) if own or given else None
 
@@ -172,7 +172,7 @@ class Stateful:
         """Writes the leaves that the calls changed to the user's modules.
 
         Args:
-            leaves: The whole state.
+            leaves: The leaves of the whole state.
         """
         if not any(self.changed):
             return
@@ -190,7 +190,7 @@ class Stateful:
         return nnx.state(modules, nnx.Not(nnx.Param))
 
     def _kept(self, state: Any, which: int) -> Any:
-        """Drops variables that a call added (intermediates): a carry cannot grow."""
+        """Drops variables that a call added (intermediates), because a carry cannot grow."""
         flat = nnx.to_flat_state(state)
         return nnx.from_flat_state([(p, v) for p, v in flat if p in self._known[which]])
 
@@ -201,11 +201,11 @@ def _modules(x: Any) -> list[Any]:
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
-    """Replaces the modules that f refers to by their copies; `copies` is keyed by id."""
+    """Replaces the modules to which f refers by copies; the keys of `copies` are their ids."""
     entered = set[int]()
 
     def of(x: Any) -> Any:
-        if id(x) in copies or id(x) in entered:  # a recursive function is entered once
+        if id(x) in copies or id(x) in entered:  # a recursive function is visited once
             return copies.get(id(x), x)
         entered.add(id(x))
         new = with_parts(x, of)

@@ -266,7 +266,7 @@ def made_of(gt):
         full: ("<GradientAccumulator, weight 3, float32[2]>", "A running weighted sum"),
         gt.GradientAccumulator(): ("<GradientAccumulator, empty>", "A running weighted sum"),
         gt.vjp(lambda x: x**2, a)[1]: (
-            "<pullback: Maps a cotangent like the output",
+            "<pullback: Maps a cotangent of the output",
             "Maps a cotangent",
         ),
         gt.linearize(lambda x: x, a)[1]: ("<pushforward: Maps one tangent for each", "Maps one"),

@@ -136,7 +136,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Returns links with `strength` between inexact arrays; cuts other links and inputs `cut`."""
+    """Returns links of `strength` between inexact arrays; other links and inputs `cut` are cut."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact

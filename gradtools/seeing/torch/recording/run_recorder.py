@@ -241,6 +241,7 @@ class RunRecorder(Recorder[int]):
 
     def linked(self, made: RecordedNode) -> Node:
         """Adds links to a forward node; the links are weak if the operation has no derivative.
+
         Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """
         node, values = made.node, self.values

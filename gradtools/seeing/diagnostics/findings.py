@@ -17,7 +17,7 @@ class FindingKind:
         fix: The suggested change to the user's code.
         numerical: Whether the gradient is lost only at the given values of the inputs.
         headline: The title in the report for one leaf, and the title for several leaves. If None,
-            the title is "gets no gradient".
+            the report uses a default title such as "gets no gradient".
         has_place: Whether the report prints the source line of the finding.
     """
 

@@ -73,7 +73,10 @@ class PassesAtValues:
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def places(self, leaf: int | None) -> list[LossPlace] | None:
-        """Returns nodes at which a gradient becomes zero or NaN; None if it is not zero or NaN."""
+        """Returns the nodes at which the gradient of a leaf becomes zero or NaN.
+
+        Returns None if `leaf` is None or the gradient is nonzero and finite.
+        """
         if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
@@ -148,7 +151,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """Returns the last step on which all cotangent inputs of `step` depend, or `step`."""
+        """Returns the last step on which all cotangents read by `step` depend, or else `step`."""
         onward = lambda step: [*self._cotangents.intersection(step.inputs)]
         behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()

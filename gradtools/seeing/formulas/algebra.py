@@ -109,7 +109,7 @@ def product(
         core = _einsum(factors, kept, size)
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # high ranks determine the axis order
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # factors of high rank set the axis order
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
         factors = [(_einsum(factors, kept, size), kept)]
@@ -211,7 +211,7 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
 
 
 def with_factors(x: Expr, factors: Iterable[Expr], coefficient: Any) -> Expr:
-    """Returns the product x with the given coefficient and factors, and with its old labels."""
+    """Replaces the coefficient and the factors of the product x; preserves the axis labels."""
     return product(zip(factors, x["labels"], strict=True), range(x.rank), x.shape, coefficient)
 
 

@@ -27,8 +27,9 @@ class Agreement:
         agrees: Whether all numbers agree within the tolerance.
         error: The largest relative error of an entry.
         where: The first entry that differs, such as "x̄[0, 2]"; empty if all entries agree.
-        framework: The value of this entry according to automatic differentiation.
-        derivation: The value of this entry according to the formula or the manual derivation.
+        framework: The value of the entry `where` according to automatic differentiation.
+        derivation: The value of the entry `where` according to the formula or the manual
+            derivation.
         message: The text that `str` returns.
     """
 
@@ -130,7 +131,7 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of the program (0), the adjoint (1) or the second adjoint (2)."""
+        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:

@@ -184,7 +184,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at `point`, for which another formula agrees."""
+        """Returns whether f runs another program at `point` whose own formula agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -307,7 +307,7 @@ def compared(
         a = np.asarray(expected) + 0.0
         b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
-            message = f"{name} has shape {a.shape}, the {who} gives {b.shape}"
+            message = f"{name} has shape {a.shape}; the {who} gives {b.shape}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

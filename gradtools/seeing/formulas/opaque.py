@@ -30,7 +30,7 @@ class OpaqueFunction:
 
     backend: Backend
     run: Callable[..., Sequence[Any]]  # maps framework arrays to framework arrays
-    likes: Sequence[Any]  # an array with the operand's dtype and device; None allows any
+    likes: Sequence[Any]  # example array of each operand (dtype, device); None allows any dtype
     moving: tuple[bool, ...]  # whether each operand has a derivative
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:

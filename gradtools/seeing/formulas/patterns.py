@@ -158,7 +158,7 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """Returns norm(z) for sqrt(sum |z|**2), its reciprocal for the reciprocal, or None."""
+    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), or returns None."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 

@@ -48,7 +48,7 @@ def _maximum(a: Expr, b: Expr) -> Expr | None:
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
-    """Casts x to another dtype; returns None if the cast would truncate to integers."""
+    """Casts x to another dtype, or returns None for a cast to integers, which truncates."""
     kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
         return None
@@ -65,7 +65,7 @@ def _variance(
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
-    """Returns an einsum; None if subscripts contain an ellipsis or a diagonal, or no output."""
+    """Returns an einsum, or None if `subscripts` has an ellipsis, a diagonal or no output."""
     text = subscripts.replace(" ", "")
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
     return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
@@ -143,7 +143,7 @@ _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # f(x + 0i) may differ f
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
-    """Returns the expressions of an operation; None if the vocabulary lacks the operation."""
+    """Returns the expressions of an operation, or None if the vocabulary lacks the operation."""
     if name not in WORDS:
         return None
     try:
@@ -173,9 +173,9 @@ def translated(
     likes: Sequence[Like],
     value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
-    """Returns the results of an operation; None if the vocabulary cannot express all of them.
+    """Returns the results of an operation, or None if the vocabulary cannot express all results.
 
-    An integer result without an expression, such as the indices of a maximum, is None.
+    An integer result that has no expression, such as the indices of a maximum, is None.
 
     value_of: A function that returns the NumPy value of an operand in this run.
     """

@@ -74,7 +74,7 @@ class Writer:
         return ts.superscript(self.write(x), "ᵀ")
 
     def _product(self, x: Expr) -> Written:
-        """Writes a product of coefficient, scalars and arrays as a fraction."""
+        """Writes a product of a coefficient, scalars and arrays as a fraction."""
         f = _Factors(x, self.names)
         core, below = None, list[Written]()
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
@@ -102,7 +102,7 @@ class Writer:
         return Written(f"-{top.at(ts.BIG).text}", ts.SUM) if minus else top
 
     def _factor(self, x: Expr, f: _Factors) -> Written:
-        """Writes a factor of a product, as a mean if the coefficient divides the sum."""
+        """Writes a factor of a product; writes a sum of n terms with coefficient 1/n as a mean."""
         if x is not f.mean:
             return self.write(x)
         (inner,), (names,) = x.args, x["labels"]

@@ -175,7 +175,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """Returns the scalars that were stacked to form `value`, or None if there are none."""
+    """Returns the scalars that form `value` if it is a stack of scalars, otherwise None."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)

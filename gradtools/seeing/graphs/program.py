@@ -156,7 +156,7 @@ class LeafProgram:
         for name, out in zip(self.out_names, outs, strict=True):
             if self.caller in _WHOLE and not is_numeric(self.backend, out):
                 raise GradtoolsError(
-                    f"{self.caller}: f returned {describe(self.backend, out)} at {name}, expected "
+                    f"{self.caller}: f returned {describe(self.backend, out)} at {name}; expected "
                     "an array. Return arrays."
                 )
         return outs

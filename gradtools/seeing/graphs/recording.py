@@ -24,8 +24,8 @@ class Recording:
     Attributes:
         graph: The graph of the run. ``graph.inputs`` are the leaves and ``graph.outputs`` are the
             results, including NumPy arrays and Python numbers.
-        refusal: The finding for a framework error that ended the run, without the name of a leaf.
-            None if there was no error. After an error, the graph has no outputs.
+        refusal: The finding for a framework error that ended the run, or None if there was no
+            error. The finding contains no leaf name. After an error, the graph has no outputs.
         parameters: The names and arrays of captured tensors with requires_grad.
         reads: Maps the id of a tensor that existed before the run to the graph values of this
             tensor and of all tensors that were computed from this tensor before the run.

@@ -105,7 +105,7 @@ def step_of(eqn: Any) -> int | None:
 
 
 def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation with operands `xs`, and preserves the source line by `eval_jaxpr`."""
+    """Evaluates an equation with operands `xs`; `eval_jaxpr` preserves the source line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))

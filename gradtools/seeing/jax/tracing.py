@@ -233,8 +233,8 @@ class _AnsweringTracer(Tracer):
         """Returns a function that JAX calls to get the wrapped tracer of a tracer in a closure.
 
         JAX reads this attribute of every array, because some arrays are symbolic dimensions.
-        Integers may be used as shapes, so they raise AttributeError, and JAX then requests the
-        value.
+        Integers may be used as shapes, so integer tracers raise AttributeError, and JAX then
+        requests the value.
         """
         if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")

@@ -24,7 +24,7 @@ _CLOSED = "▸ "
 
 @dataclass(frozen=True)
 class Row:
-    """A line of text with its style and the distance of its baseline from the top of the card."""
+    """A line of text with its style and the distance of its baseline from the top of the box."""
 
     text: str
     style: str

@@ -138,7 +138,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns the indices of exits that may lose a gradient and on which no known value depends."""
+    """Returns the indices of conversions of leaf-dependent values whose dependents are unknown."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -157,7 +157,7 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """Returns the values that change if numbers are perturbed at the exits with indices `which`.
+    """Returns the values that change in a run with perturbed numbers at the conversions `which`.
 
     The result is None if f raises an error for all perturbed numbers.
     """

@@ -211,7 +211,8 @@ class _FormulaRecorder(Recorder[Expr]):
             values = translated(name, operands, attributes, likes, self.value_of)
         if values is None and seeded:  # each evaluation would draw other numbers
             raise GradtoolsError(
-                f"formula: {name} draws random numbers while it computes. Pass them as an argument."
+                f"formula: {name} draws random numbers while it computes. "
+                "Pass the random numbers as an argument."
             )
         if values is None and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)

@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """Returns f and the non-array leaves of its arguments, with names."""
+    """Returns (object, name) for f and for each leaf of its arguments that is not an array."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]

@@ -2,8 +2,8 @@
 
 The recorded operations are aten operations (`run_recorder.py`) with the name of the PyTorch
 function that the user called. A torch.autograd.Function is recorded as a single node. A conversion
-to NumPy or Python is recorded as a node that is called an exit; `recorded_run.py` finds the values
-that depend on the converted data.
+to NumPy or Python is recorded as a node; `recorded_run.py` finds the values that depend on the
+converted data.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class ConnectionRecorder(RunRecorder):
 
     Args:
         undo: Copies of the state that the run may change.
-        replaced: The indices in `leavings` of the exits at which data is perturbed.
+        replaced: The indices in `leavings` of the conversions at which data is perturbed.
         other: The function that perturbs the data.
 
     Attributes:
         outside: Pairs (source, target) of value indices. The target depends on the source through
             NumPy or a Python number.
-        leavings: The exits, which are the nodes of conversions to NumPy or Python.
-        entries: The NumPy and Python data that operations read after the first exit, for the
+        leavings: The nodes of conversions to NumPy or Python.
+        entries: The NumPy and Python data that operations read after the first conversion, for the
             comparison of two runs. An entry contains the operation name, the node or the index of
             the captured value, and fingerprints of the data.
         sizes: Maps value indices to the largest absolute value of the tensor, as in
@@ -173,7 +173,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation, or an exit if the operation converts a tensor to a number."""
+        """Records an aten operation, or a conversion if the result is a Python number."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -273,7 +273,7 @@ class ConnectionRecorder(RunRecorder):
     def _leave(
         self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
-        """Adds an exit node, whose output is the converted data."""
+        """Adds the node of a conversion to NumPy or Python; its output is the converted data."""
         about = {"operation": operation, "links": ((_CUT,) * len(numbers),), "loss": loss}
         made = self.add(name, numbers, [value], self.origin(), **about)
         self.leavings += [] if self.phase else [made.node]
@@ -285,7 +285,7 @@ class ConnectionRecorder(RunRecorder):
             self.entries.append((name, of, [*map(_contents, (*data, *made))]))
 
     def changes(self, other: ConnectionRecorder) -> list[int]:
-        """Returns the values that differ in another run with perturbed data at the exits.
+        """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
         A changed result of f is included only if no earlier value differs.
         """
@@ -315,7 +315,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def met(self, x: Tensor) -> int:
-        """Assigns a value index to a captured tensor; records an entry if the tensor is new."""
+        """Assigns a value index to x; adds x to `entries` if x was not reachable before the run."""
         number = super().met(x)
         if id(x) not in self.undo.reachable:
             with self.silent():

@@ -139,7 +139,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """Context manager for the run of a torch.autograd.Function with the given name."""
+        """Context manager that adds a torch.autograd.Function to `rules` while it runs."""
         self.rules.append((name, mark))
         try:
             yield

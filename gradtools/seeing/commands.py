@@ -19,7 +19,7 @@ def print_why_zero(options: argparse.Namespace) -> int:
 
 
 def print_formula(options: argparse.Namespace) -> int:
-    """Prints a function's formula."""
+    """Prints the formula of a function and its derivatives."""
     f, args, gt = inputs_of(options)
     print(gt.formula(f, *args, order=options.order, argnums=tuple(options.argnums)))
     return 0

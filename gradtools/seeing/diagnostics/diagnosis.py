@@ -4,8 +4,9 @@ A lost gradient raises no error, and training continues without it. The report c
 
 a. leaves without a gradient, or with a zero gradient at the given values, and the operations at
    which the gradient is lost;
-b. scalar summands of the loss whose data left the framework or became discrete on every path;
-c. NaN and infinite values, with the first line that produces such a value;
+b. scalar summands of the loss that depend on leaves only through operations without a derivative,
+   such as a conversion to NumPy or an argmax;
+c. NaN and infinite values, and the source lines at which they first occur;
 d. differences between the optimizer and the model (`training.py`);
 e. gradient edits, such as `clip_gradient`, that pass no gradient to any leaf.
 
@@ -39,11 +40,11 @@ from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-Note = tuple[str, list[str]]  # the text of a note, and the names of the leaves that it describes
+Note = tuple[str, list[str]]  # the text of a note, and the names of the affected leaves
 
 
 def recording_of(program: LeafProgram) -> Recording:
-    """Records one run of a program and the gradients at the given values.
+    """Records one run of a program, and the gradients at the values of its leaves.
 
     Raises:
         GradtoolsError: The function f raised an error.
@@ -59,10 +60,11 @@ class Diagnosis:
     """The result of one analysis of `why_zero`.
 
     Attributes:
-        findings: The gradients that are lost, each with its operation and source line.
+        findings: The lost gradients, each with the operation and the source line at which it is
+            lost.
         names: The names of the arrays that were examined.
-        notes: Texts on gradients that may be stopped intentionally, each with the names of its
-            arrays.
+        notes: Notes on gradients that may be stopped intentionally. Each note contains a text and
+            the names of the affected arrays.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -81,9 +83,10 @@ def diagnosed(
     Args:
         program: The function and its leaves.
         recording: The recorded run of `program`.
-        examined: Maps the name of each leaf or parameter to the graph values of the array; no
-            values if f does not read the array.
-        absent: The kind of the finding if no data flows from an array to the output.
+        examined: Maps the name of each leaf or parameter to the indices of its values in the graph.
+            The sequence is empty if f does not read the array.
+        absent: The kind of finding, a key of `KINDS`, for an array from which no data flows to the
+            output.
     """
     names = [*examined]
     if recording.refusal is not None:
@@ -99,7 +102,7 @@ def diagnosed(
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in values if (rule := passes.last_rule(n))] if is_absent else []
-        if best == _FULL and rules:  # a custom rule returned None
+        if best == _FULL and rules:  # a custom rule returned None as the cotangent
             findings += from_losses(name, [Loss(replace(n, loss="rule"), 0) for n in rules])
         elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(values, name))
@@ -131,7 +134,10 @@ def diagnosed(
 def _of_summands(
     graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
 ) -> Iterator[tuple[str, list[Loss]]]:
-    """Yields each leaf that affects a loss summand only through nondifferentiable operations."""
+    """Yields leaves that affect a loss summand only through nondifferentiable operations.
+
+    Each item contains the name of a leaf and the operations at which its gradient is lost.
+    """
     for value, role in lost_summands(graph, every):
         for number, name in numbers.items():
             lost = [replace(x, whole=False) for x in losses_between(graph, number, [value])]
@@ -141,14 +147,14 @@ def _of_summands(
 
 
 def _is_stopped(lost: Sequence[Loss]) -> bool:
-    """Returns whether detach, stop_gradient or no_grad stops a summand as a whole."""
+    """Returns whether detach, stop_gradient or no_grad stops the gradient of a whole summand."""
     first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
     later = any(loss.node.loss in STOPS for loss in lost if loss.further)
     return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Converts the lost gradients of one leaf to findings, one per line, kind and operation."""
+    """Converts a leaf's `Loss` objects to findings, one for each line, kind and operation."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -167,7 +173,7 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """Returns the name of a called function or custom rule, or the framework's operation name."""
+    """Returns the name of the node's function or custom rule, or the framework's operation name."""
     return str(node.attributes.get("name") or node.native or node.operation)
 
 
@@ -207,7 +213,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """Finds the line that defines a function, or the forward method of a module."""
+    """Returns the line that defines f, or the forward method if f is a module."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):
@@ -216,9 +222,9 @@ def source_of(f: Any) -> Source | None:
 
 
 def of_modules_in_use(recording: Recording) -> list[tuple[str, Any]]:
-    """Returns the captured parameters of modules of which f reads at least one parameter.
+    """Returns the captured parameters of all modules from which f reads at least one parameter.
 
-    A module that is merely reachable from f's closure or globals is not part of f.
+    A module that f captures is ignored if f reads none of its parameters.
     """
     root = lambda name: name.partition(".")[0]
     used = {root(name) for name, x in recording.parameters if recording.numbers(x)}

@@ -16,8 +16,8 @@ class FindingKind:
         reason: The reason for the lost gradient, as a clause without a period.
         fix: The suggested change to the user's code.
         numerical: Whether the gradient is lost only at the given values of the inputs.
-        headline: The report's titles for one leaf and for several leaves; None for "gets no
-            gradient".
+        headline: The title in the report for one leaf, and the title for several leaves. If None,
+            the report uses a default title such as "gets no gradient".
         has_place: Whether the report prints the source line of the finding.
     """
 
@@ -152,13 +152,14 @@ class Finding:
     """An operation at which the gradient of one leaf is lost.
 
     Attributes:
-        argument: The leaf that loses its gradient, such as "argument 0['w']".
+        argument: The name of the leaf whose gradient is lost, such as "argument 0['w']".
         kind: A key of `KINDS`.
         operation: The framework's name of the operation, such as "detach".
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
         scope: The names of the modules that contain the operation, outermost first.
-        whole: Whether the whole gradient of the leaf is lost; if false, only one term is.
+        whole: Whether the whole gradient of the leaf is lost. If False, one term of the gradient is
+            lost.
         detail: Additional text for the report, such as the framework's own error message.
     """
 

@@ -1,12 +1,12 @@
 """Finds where a gradient becomes zero, NaN or infinite at the given values.
 
 Each framework records one forward and one backward pass as a list of steps, with the magnitude of
-every value (`PassesAtValues`). Both frameworks share the analysis:
+every value (`PassesAtValues`). The analysis is the same for both frameworks:
 
 - A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at
-  backward steps that return zeros for a nonzero cotangent, or that create zeros without a
+  backward steps that return zeros for a nonzero cotangent, or that create zeros without reading a
   cotangent. If nonzero cotangents sum to zero, the gradient is lost at the operation from which
-  both were computed.
+  these cotangents were computed.
 - A NaN is traced back from the outputs, or from the gradient if the outputs are finite, to the
   steps with finite operands whose result is NaN or infinite.
 """
@@ -28,7 +28,8 @@ class PassStep:
 
     Attributes:
         node: The graph node of the forward operation that this step computes or differentiates;
-            None for internal steps, such as stacking a loop's iterations, which are not reported.
+            None if the step is internal, such as the stacking of a loop's iterations. Internal
+            steps are not reported.
         inputs: The indices of the values that the step reads.
         outputs: The indices of the values that the step produces.
     """
@@ -40,14 +41,14 @@ class PassStep:
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A node at which a gradient becomes zero or NaN, with the kind and the zero operands."""
+    """A node at which a gradient becomes zero or NaN; `zeros` lists the operands that are zero."""
 
     node: Node
     kind: str
     zeros: tuple[int, ...] = ()
 
 
-Onward = Callable[[PassStep], list[int]]  # returns the operands at which a backward walk continues
+Onward = Callable[[PassStep], list[int]]  # returns the operands to visit next
 _UNKNOWN = Node("input", (), ())
 
 
@@ -57,12 +58,12 @@ class PassesAtValues:
 
     Attributes:
         steps: The operations of both passes in execution order.
-        sizes: Maps each value to the largest absolute value of its entries (NaN if any entry is
-            NaN); None for an empty array.
+        sizes: Maps the index of each value to the largest absolute value of its entries. The size
+            is NaN if any entry is NaN, and None if the array is empty.
         outputs: The indices of the outputs of the forward pass.
         seeds: The indices of the output cotangents, with which the backward pass starts.
-        gradients: Maps the index of a leaf in the program's graph to two indices in these passes:
-            the leaf and its gradient.
+        gradients: Maps the index of a leaf in the program's graph to a pair of indices in these
+            passes: the index of the leaf and the index of its gradient.
     """
 
     steps: Sequence[PassStep] = ()
@@ -72,7 +73,10 @@ class PassesAtValues:
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def places(self, leaf: int | None) -> list[LossPlace] | None:
-        """Returns nodes at which a leaf's gradient becomes zero or NaN; None if there are none."""
+        """Returns the nodes at which the gradient of a leaf becomes zero or NaN.
+
+        Returns None if `leaf` is None or the gradient is nonzero and finite.
+        """
         if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
@@ -83,7 +87,10 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether a zero operand depends only on other leaves, which get a gradient."""
+        """Returns whether an operand at `place` is zero, but changes when other leaves are trained.
+
+        The operand does not depend on `leaf`. The other leaves have gradients that are not zero.
+        """
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -128,7 +135,7 @@ class PassesAtValues:
         places = []
         for step in reversed(self._ends([gradient], onward)):  # in the order of the forward pass
             node = self._meeting(step).node
-            if node is not None and node.source is None:  # zeros that replace a rule's None
+            if node is not None and node.source is None:  # the rule returned None
                 node = self.last_rule(leaf) or node
             if node is not None:
                 zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)
@@ -136,7 +143,7 @@ class PassesAtValues:
         return places
 
     def last_rule(self, leaf: int) -> Node | None:
-        """Returns the last custom rule that reads a value computed from the leaf."""
+        """Returns the last custom rule that reads a value computed from the leaf, or None."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)
@@ -144,7 +151,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """Returns the last common ancestor of a step's cotangents, or the step itself."""
+        """Returns the last step on which all cotangents read by `step` depend, or else `step`."""
         onward = lambda step: [*self._cotangents.intersection(step.inputs)]
         behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
@@ -156,12 +163,12 @@ class PassesAtValues:
         return [*dict.fromkeys(ends)]
 
     def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
-        """Returns the steps at which a backward walk from `values` ends, in execution order."""
+        """Returns the steps at which a backward traversal from `values` ends, in order."""
         ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
-        """Maps the index of each visited step to the operands at which the walk continues."""
+        """Maps each visited step's index to the operands from which the traversal continues."""
         result, todo = dict[int, list[int]](), [*values]
         while todo:
             at = self._makers.get(todo.pop())

@@ -1,4 +1,4 @@
-"""The report of `why_zero`: plain data with a text representation."""
+"""Defines `GradientReport`, the result of `why_zero`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradtools.seeing.graphs.nodes import grouped, shared_length
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The findings of `why_zero`; false if there are none.
+    """The result of `why_zero`; false if no gradient is lost.
 
     Attributes:
         findings: All lost gradients, grouped by argument, in program order.
         arguments: The names of the leaves that were examined.
-        notes: Texts on gradients that may be stopped intentionally, each with the names of its
-            leaves.
+        notes: Notes on gradients that may be stopped intentionally. Each note contains a text and
+            the names of the affected leaves.
 
     `str(report)` groups leaves with equal findings: "these 41 leaves: bert.*".
     """
@@ -117,7 +117,7 @@ _MOST = 5  # maximum number of names or modules listed for a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """Abbreviates leaf names: "these 41 leaves: bert.*" if `names` has all leaves of bert."""
+    """Abbreviates leaf names: "these 41 leaves: bert.*" if `names` contains all leaves of bert."""
     if len(names) == 1:
         return names[0]
     result, chosen = list[str](), set(names)

@@ -1,9 +1,9 @@
 """Finds lost gradients in training: compares parameters, gradients and the optimizer's steps.
 
-Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
-gradient reaches, and the arrays that the optimizer changes. The backends list the model's
-parameters and the optimizer's arrays; one recorded run of the loss shows which arrays get a
-gradient, and where other gradients are lost.
+Three sets of arrays should be equal: the parameters of the model, the arrays that get a gradient
+from the loss, and the arrays that the optimizer changes. The backends list the model's parameters
+and the optimizer's arrays; one recorded run of the loss shows which arrays get a gradient, and
+where other gradients are lost.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class HeldArray:
     Attributes:
         name: The path of the array in the model, such as "encoder.weight".
         array: The tensor or JAX array.
-        role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
-            requires grad but is not a parameter.
+        role: PARAMETER, FROZEN (a parameter without requires_grad), or UNREGISTERED (an array that
+            requires grad but is not a parameter).
     """
 
     name: str
@@ -51,7 +51,8 @@ class Optimised:
     """The arrays that an optimizer changes.
 
     Attributes:
-        holds: A function that returns whether the optimizer changes an array; None if unknown.
+        holds: A function that returns whether the optimizer changes an array, or None if this is
+            unknown.
         strangers: The names of arrays that are in the optimizer but not in the model.
     """
 
@@ -67,15 +68,16 @@ def trained(
     model: Any = None,
     optimizer: Any = None,
 ) -> Diagnosis:
-    """Returns findings on the arrays that a training loop trains.
+    """Returns findings and notes on the parameters that are trained with the loss f.
 
     Args:
         backend: The backend.
         f: The function or module that computes the loss.
         args: The positional arguments of f.
         kwargs: The keyword arguments of f.
-        model: The model, or a pytree of models and arrays; None if f is or captures the model.
-        optimizer: One or several optimizers.
+        model: The model, or a pytree of models and arrays; None if f is the model or captures the
+            model.
+        optimizer: An optimizer, several optimizers, or None.
     """
     caller, is_named = "why_zero", model is not None
     framework = Framework(backend, caller).training
@@ -147,9 +149,9 @@ def _note_targets(
 ) -> None:
     """Moves findings on parameters of target networks and teachers to the notes.
 
-    A parameter of a target network or teacher loses its whole gradient, and only by `detach`,
-    `stop_gradient` or `no_grad`. In addition, the parameter has a trained twin, or no optimizer
-    changes the parameter and the user passed no model.
+    A parameter counts as a parameter of a target network or teacher if its gradient is lost only
+    by `detach`, `stop_gradient` or `no_grad`, and if one of two conditions holds: the parameter has
+    a trained twin, or no optimizer changes the parameter and the user passed no model.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
@@ -174,14 +176,14 @@ def _twins(
     numbers: Mapping[str, Sequence[int]],
     stopped: set[str],
 ) -> set[str]:
-    """Returns parameters of networks without gradient that have a trained copy (twin).
+    """Returns the parameters of stopped networks that have a trained copy, called a twin.
 
     The parameters of a twin have the same names and shapes under another prefix. A network that
     reads the outputs of the stopped network is its next layer, not a twin. Each loss term that
-    depends on the stopped network must train the twin, such as a distance between the outputs of
-    the two networks.
+    depends on the stopped network must also be differentiable in the twin. An example is a distance
+    between the outputs of the two networks.
     """
-    modules: dict[str, dict[str, Any]] = {}  # maps each prefix to shapes by the rest of the name
+    modules: dict[str, dict[str, Any]] = {}  # maps each prefix to {rest of the name: shape}
     for one in parameters:
         for k in range(len(one.name)):
             if not k or one.name[k - 1] in ".]":
@@ -195,7 +197,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # whether a weight multiplies outputs of the stopped network
+                reads = any(  # whether a twin's weight multiplies outputs of the stopped network
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

@@ -30,22 +30,23 @@ class SeeingOperators(Operators):
     ) -> GradientReport:
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
-        gradient at these values, with the operations that cause it; a scalar summand of the loss
-        whose data left the framework or became discrete (``.item()``, a comparison, an argmax); a
-        gradient edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding
-        has a line, a kind and a fix. A summand whose whole gradient is stopped by `detach`,
-        `stop_gradient` or `no_grad` is reported as a note. A stopped part of an array that is
-        otherwise differentiated (straight-through estimators, targets, masks, normalizing
-        constants) is not reported. f may run several times; its changes to random streams, buffers
-        and modules are undone.
+        Findings are: an argument or parameter that has no gradient, or whose gradient is zero, NaN
+        or infinite at these values; a scalar summand of the loss that depends on the arguments only
+        through operations without a derivative (``.item()``, a comparison, an argmax); a gradient
+        edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding contains a
+        source line, the kind of loss and a suggested fix. A summand whose whole gradient is stopped
+        by `detach`, `stop_gradient` or `no_grad` is reported as a note. A `detach` or
+        `stop_gradient` on one part of an array that is otherwise differentiated (as in
+        straight-through estimators, targets, masks and normalizing constants) is not reported. f
+        may run several times; its changes to random streams, buffers and modules are undone.
 
-        For training, pass the model as `model` (or as f), or a closure without arguments that
-        computes the loss. The parameters are then examined instead of the arguments: parameters
-        that the loss does not read or whose gradient is lost, parameters missing from the
-        optimizer, tensors of another model in the optimizer, and tensors that are in a plain list
-        or require grad without being parameters. Gradients that may be stopped intentionally, such
-        as gradients of frozen parameters, are listed in the report's notes.
+        To examine a training step, pass the model as `model` or as f, or pass a closure without
+        arguments that computes the loss. The parameters are then examined instead of the arguments.
+        Findings are parameters that the loss does not read, parameters whose gradient is lost,
+        parameters missing from the optimizer, tensors of another model in the optimizer, and
+        tensors that require grad but are not parameters, such as tensors in a plain list. Gradients
+        that may be stopped intentionally, such as gradients of frozen parameters, are listed in the
+        report's notes.
 
         Args:
             f: A function of pytrees of arrays, a module, or a closure without arguments.
@@ -55,14 +56,16 @@ class SeeingOperators(Operators):
             model: The trained model, or a tuple or dict of models and arrays. In JAX, the model
                 that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of optimizers. JAX: an optax gradient
-                transformation or an `nnx.Optimizer`. Without `model`, the parameters of f or the
-                argument are examined: ``why_zero(loss, params, optimizer=opt)``.
+                transformation or an `nnx.Optimizer`. Without `model`, the examined arrays are the
+                parameters that f captures or the argument that contains the parameters, as in
+                ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, which is false if no gradient is lost: ``.findings``, one per leaf
-            and cause, with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``)
-            and ``fix``; ``str()`` formats the report as text and ``.to_json()`` as JSON.
+            A `GradientReport`, which is false if no gradient is lost. ``.findings`` contains one
+            finding per leaf and cause, with the attributes ``argument``, ``kind``, ``source``
+            (``.file``, ``.line``, ``.function``) and ``fix``. ``str()`` formats the report as text,
+            and ``.to_json()`` formats the report as JSON.
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises an error,

@@ -1,13 +1,13 @@
-"""Smart constructors, which return expressions in canonical form.
+"""Constructors that simplify expressions and return a canonical form.
 
-Transposes, broadcasts and sums over axes are products of arrays, as in einsum. Coefficients are
-collected, nested products are flattened if that is easier to read, equal factors become powers,
-one-hot factors under a sum are eliminated, and broadcasts move outwards, where they may cancel. A
-contraction (a product with a sum) is never flattened into another contraction, so each matrix
-product of the program remains a single expression.
+Transposes, broadcasts and sums over axes are represented as products of arrays, as in einsum.
+Coefficients are collected, nested products are flattened if the result is easier to read, equal
+factors become powers, one-hot factors under a sum are eliminated, and broadcasts are moved out of
+products. A contraction (a product with a sum) is never flattened into another contraction, so each
+matrix product of the program remains a single expression.
 
 A sum collects like terms and factors common factors out. Elementwise functions are applied before
-broadcasts. Conjugates and real parts are moved from compositions to the leaves.
+broadcasts. The conjugate or real part of a product is computed from its factors if possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Entry = tuple[Expr, Labels]  # a factor, with the labels of its axes
 
 
 def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
-    """Returns the coefficient, the labeled factors and the axis labels of x as a product."""
+    """Returns x as a product: coefficient, factors with axis labels, and axis labels of x."""
     out = tuple(range(x.rank))
     if x.op != "einsum":
         return 1.0, [(x, out)], out
@@ -54,7 +54,11 @@ def is_wrapper(x: Expr) -> bool:
 
 
 def opened(x: Expr, names: Labels, mark: int) -> list[Entry]:
-    """Returns the factors of the einsum x with axis labels `names`; `mark` tags summed axes."""
+    """Returns the factors of the einsum x, with axis labels.
+
+    names: The axis labels of x.
+    mark: A number that makes the labels of the summed axes unique.
+    """
     known: dict[Any, Any] = dict(enumerate(names))
     name = lambda l: known.setdefault(l, ("summed", mark, l))
     return [(f, tuple(map(name, own))) for f, own in zip(x.args, x["labels"], strict=True)]
@@ -66,10 +70,10 @@ def product(
     shape: Iterable[int] | None = None,
     coefficient: Any = 1.0,
 ) -> Expr:
-    """Returns the canonical einsum of factors; the axis labels of a factor are distinct.
+    """Returns the canonical einsum of factors; each factor has distinct axis labels.
 
     out: The distinct axis labels of the result.
-    shape: The axis lengths of the result; by default the axis lengths of the factors.
+    shape: The axis lengths of the result. The default is the axis lengths of the factors.
     """
     out = tuple(out)
     size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
@@ -93,7 +97,7 @@ def product(
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # a sum over an axis without factors
+        coefficient *= size[name]  # a sum over an axis that no factor has
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, [size[n] for n in out])
@@ -192,7 +196,10 @@ def times(*factors: Expr) -> Expr:
 
 
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
-    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result, by default the last axes."""
+    """Broadcasts x to the given shape.
+
+    axes: The axis of the result for each axis of x. The default is the last axes of the result.
+    """
     rank = len(shape)
     return product([(x, axes or range(rank - x.rank, rank))], range(rank), shape)
 
@@ -204,7 +211,7 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
 
 
 def with_factors(x: Expr, factors: Iterable[Expr], coefficient: Any) -> Expr:
-    """Returns the product x with other factors and the same labels."""
+    """Replaces the coefficient and the factors of the product x; preserves the axis labels."""
     return product(zip(factors, x["labels"], strict=True), range(x.rank), x.shape, coefficient)
 
 
@@ -222,7 +229,7 @@ def swap(x: Expr) -> Expr:
 
 
 def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """Sums over axes."""
+    """Sums x over axes."""
     axes = set(range(x.rank) if axes is None else axes)
     left = [a for a in range(x.rank) if a not in axes]
     result = product([(x, range(x.rank))], left)
@@ -230,7 +237,7 @@ def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Exp
 
 
 def mean(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """Averages over axes."""
+    """Averages x over axes."""
     axes = tuple(range(x.rank) if axes is None else axes)
     return scale(1.0 / prod(x.shape[a] for a in axes), total(x, axes, keep))
 
@@ -269,7 +276,7 @@ def matmul(a: Expr, b: Expr) -> Expr:
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
-    """Reshapes x in row-major order; adds and removes length-1 axes by products."""
+    """Reshapes x in row-major order; `squeeze` and `broadcast` change the axes of length 1."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -314,7 +321,7 @@ def summands(x: Expr) -> list[Expr]:
 
 
 def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
-    """Sums the coefficients of each distinct term."""
+    """Maps each distinct term to the sum of its coefficients; omits terms that are zero."""
     result: dict[Expr, Any] = {}
     for x in terms:
         coefficient, core = expressions.constant_of(x), x
@@ -363,9 +370,10 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
-    """Applies an elementwise operation with NumPy broadcasting; applies broadcasts last.
+    """Applies an elementwise operation with NumPy broadcasting; broadcasts the result if possible.
 
-    kind: The kind of the result; by default the promoted kind of the arguments, at least real.
+    kind: The kind of the result. The default is the promoted kind of the arguments, at least
+        "real".
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))
@@ -402,7 +410,7 @@ def power(x: Expr, exponent: float) -> Expr:
 
 
 def conj(x: Expr) -> Expr:
-    """Returns the complex conjugate of x; conjugates the leaves of compositions."""
+    """Returns the complex conjugate of x; conjugates the operands of products and sums."""
     if not x.is_complex:
         return x
     if x.op == "conj":

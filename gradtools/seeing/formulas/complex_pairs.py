@@ -1,8 +1,9 @@
 """Combines separate real and imaginary parts into complex arrays.
 
-The adjoint of a program with separate X_re and X_im has twice as many lines. With X = X_re + i X_im
-the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools' convention), and the
-two lines become a single line, such as I_bar = W^H O_bar. This module substitutes::
+If a program represents a complex array X by two real arrays X_re and X_im, the adjoint has two
+lines for X. With X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im
+(gradtools' convention), and the two lines become a single line, such as I_bar = W^H O_bar. This
+module substitutes::
 
     X_re = (X + X*) / 2        X_im = (X - X*) / 2i
 
@@ -27,7 +28,7 @@ _MOST_TERMS = 64
 
 @dataclass(frozen=True)
 class ComplexPair:
-    """The real and imaginary parts of an array, and the complex array `whole` with its name."""
+    """The real and imaginary parts of an array, and a placeholder `whole` for the complex array."""
 
     name: str
     real: Expr
@@ -77,7 +78,7 @@ def in_complex_numbers(
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
-    """Returns the terms of a polynomial in the parts, or None if x is not a short polynomial."""
+    """Expands x to a list of terms; returns None if x is not a short polynomial in the parts."""
     terms = dict(known)
     for y in order([x]):
         if y in terms:

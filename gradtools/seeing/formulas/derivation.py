@@ -16,7 +16,7 @@ from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 
-Results = list[tuple[Expr, Written]]  # results as expressions with their names
+Results = list[tuple[Expr, Written]]  # each result, with its name
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Agreement:
     Attributes:
         agrees: Whether all numbers agree within the tolerance.
         error: The largest relative error of an entry.
-        where: The first differing entry, such as "x̄[0, 2]"; empty if all entries agree.
-        framework: The value of this entry by automatic differentiation.
-        derivation: The value of this entry in the formula or derivation.
+        where: The first entry that differs, such as "x̄[0, 2]"; empty if all entries agree.
+        framework: The value of the entry `where` according to automatic differentiation.
+        derivation: The value of the entry `where` according to the formula or the manual
+            derivation.
         message: The text that `str` returns.
     """
 
@@ -50,7 +51,8 @@ class Formula:
     """A program and its derivatives, written as mathematics.
 
     Args:
-        recorded: The recorded program, with inputs followed by differentiated captured arrays.
+        recorded: The recorded program. Its inputs are the leaves of the arguments, followed by the
+            captured arrays that are differentiated.
         order: 1, or 2 with the double backward.
         active: The positions of the differentiated inputs.
 
@@ -105,12 +107,12 @@ class Formula:
         return result
 
     def _in_complex_numbers(self, gradients: Mapping[Expr, Expr]) -> None:
-        """Names the pairs of real and imaginary parts and their gradients in complex form."""
+        """Names the complex arrays that combine real and imaginary parts, and their gradients."""
         found = in_complex_numbers(self._inputs, gradients, self.places[1])
         self._pairs = [p for p, _ in found]
         self._names.update({p.whole: ts.symbol(p.name) for p in self._pairs})
         self._whole = [(x, ts.bar(self._names[p.whole])) for p, x in found if x is not None]
-        if found:  # the last pair is the output cotangents
+        if found:  # the last pair contains the output cotangents
             self._names[self._pairs[-1].whole] = ts.bar(ts.symbol(self._pairs[-1].name))
 
     # Reading.
@@ -129,11 +131,11 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of the program (0), the adjoint (1) or the second adjoint (2)."""
+        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:
-        """Returns the formula in LaTeX: ``aligned`` blocks for each part and the definitions."""
+        """Returns the formula in LaTeX, with ``aligned`` blocks for sections and definitions."""
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
@@ -186,18 +188,21 @@ class Formula:
     def agrees_with(
         self, derivation: Callable[..., Any], *, tolerance: float | None = None
     ) -> Agreement:
-        """Compares a manual derivation with the framework's vjp, also at random points.
+        """Compares a manual derivation with the framework's vjp.
+
+        The results are compared at the arguments of `formula` and at random points near them.
 
         Args:
-            derivation: A function of the inputs, then of one cotangent for each output, then (at
-                order 2) of the directions. The function returns the cotangents of the
-                differentiated inputs in order (at order 2, the results of the last section). A
-                single cotangent need not be in a tuple; None means zeros.
-            tolerance: The allowed relative error; by default the tolerance of f's precision.
+            derivation: A function whose arguments are the inputs, one cotangent for each output
+                and, at order 2, the directions. The function returns the cotangents of the
+                differentiated inputs in order or, at order 2, the results of the last section of
+                the formula. A single cotangent may be returned without a tuple; None represents
+                zeros.
+            tolerance: The allowed relative error. The default depends on the precision of f.
 
         Returns:
-            An `Agreement`, which is truthy if the results agree and contains the first differing
-            entry.
+            An `Agreement`, which is truthy if the results agree and otherwise contains the first
+            entry that differs.
 
         Raises:
             GradtoolsError: The function `derivation` returns a wrong number of cotangents. Errors

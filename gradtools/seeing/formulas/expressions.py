@@ -3,9 +3,9 @@
 An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are the
 same object (hash consing), so common subexpressions are identical. Inputs are placeholders.
 
-Products, sums over axes, broadcasts, transposes, traces and diagonals are the single operation
-``einsum``: a coefficient times factors with axis labels. Labels that are not in the result are
-summed over; the result is broadcast along labels that no factor has::
+Products, sums over axes, broadcasts, transposes, traces and diagonals are represented by the
+operation ``einsum``, which multiplies a coefficient and factors with axis labels. Labels that are
+not in the result are summed over; the result is broadcast along labels that no factor has::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 
@@ -38,9 +38,9 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
-    """A value of a program; immutable, created by `expr`."""
+    """An immutable value of a program, created by `expr`."""
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # operators are set by `algebra.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # `algebra.py` defines these operators
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -93,7 +93,7 @@ class Expr:
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """Returns the expression with this operation and arguments; equal calls return one object."""
+    """Returns the expression of an operation; calls with equal arguments return the same object."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -162,7 +162,7 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
 
 
 def lifted(x: Any) -> Expr:
-    """Converts a number to an expression."""
+    """Converts a number to an expression; returns an expression unchanged."""
     return x if isinstance(x, Expr) else full(x, ())
 
 
@@ -180,7 +180,7 @@ def full(value: Any, shape: Sequence[int]) -> Expr:
 
 
 def array(value: Any) -> Expr:
-    """Converts a captured array to an expression, a constant if all its numbers are equal."""
+    """Converts a captured array to an expression, which is a constant if all entries are equal."""
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
@@ -208,14 +208,14 @@ class Operation:
     evaluate: Callable[..., Any]
     # Maps the expression, its cotangent and its arguments to the cotangents of the arguments.
     pullback: Callable[..., Sequence[Expr | None]] | None = None
-    form: Callable[[Writer, Expr], Written] | None = None  # None writes name(arguments)
+    form: Callable[[Writer, Expr], Written] | None = None  # if None, name(arguments) is written
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
-    """Registers an operation."""
+    """Registers an operation in `OPERATIONS`."""
     OPERATIONS[name] = Operation(evaluate, pullback, **more)
 
 

@@ -2,9 +2,9 @@
 
 A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 The formula is evaluated in NumPy and compared with the framework's derivatives of f (reverse mode;
-reverse over reverse at order 2) before it is returned. The comparison uses the precision of f, the
-given arguments, and random points near the arguments at which f runs the same program. The user's
-manual derivations are compared with the framework in the same way.
+reverse over reverse at order 2) before it is returned. The comparison is made in the precision of
+f, at the given arguments and at random points near them at which f runs the same program. A manual
+derivation by the user is compared with the framework's derivatives in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
 _STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relative distances
-# For each precision: `tolerance` at order 1, and `floor` (see `compared`).
+# `tolerance` at order 1 and `floor` (see `compared`), for double and for single precision.
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
 _NARROW = {REAL: np.float32, COMPLEX: np.complex64}
 Arrays = Sequence[Any]
@@ -56,29 +56,30 @@ class Formulating(Operators):
         The formula is evaluated at random points near the arguments and compared with the
         framework's derivatives; if they differ, an error is raised. Captured arrays and parameters
         have the same values at all points. The formula describes one run of f, with the branches
-        that Python's ``if`` took. Convolutions, linear algebra, loops and other operations outside
-        of the vocabulary are written by name, and their adjoints as vjps.
+        that Python's ``if`` took. Operations without a symbolic form, such as convolutions, linear
+        algebra and loops, are written by name, and their adjoints are written as vjps.
 
         Args:
-            f: A function of pytrees of arrays, or a module. Inputs are named after f's
-                parameters.
+            f: A function of pytrees of arrays, or a module. The names of f's parameters are the
+                names of the inputs in the formula.
             *args: Arguments of f; arrays of any shape and dtype.
-            order: 1, or 2 with the double backward.
+            order: 1 for the adjoint, or 2 for the adjoint and the double backward.
             argnums: The position of the differentiated argument, or a tuple of positions; the
                 leaves are floating or complex. In PyTorch, captured parameters that require grad
                 are also differentiated; ``argnums=()`` differentiates only captured parameters.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Formula`, printed by ``str()``, ``.latex()`` and notebooks. ``.marked`` lists the
-            operations that are written by their names, ``.check`` is the result of the comparison,
-            and ``.agrees_with(derivation)`` compares a manual derivation with the framework's vjp.
+            A `Formula`. ``str()`` formats the formula as text, ``.latex()`` formats it as LaTeX,
+            and notebooks display it. ``.marked`` lists the operations that are written by their
+            names, ``.check`` is the result of the comparison, and ``.agrees_with(derivation)``
+            compares a manual derivation with the framework's vjp.
 
         Raises:
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
-                argument; f raises, returns no array, or cannot be differentiated by the framework;
-                the formula and automatic differentiation differ (a bug in gradtools; the error
-                shows both values).
+                argument; f raises an error, returns no array, or cannot be differentiated by the
+                framework; the formula and automatic differentiation differ (a bug in gradtools; the
+                error shows both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
@@ -106,7 +107,7 @@ class _Comparison:
     def __init__(self, program: LeafProgram, order: int) -> None:
         self.program, self.order, self.backend = program, order, program.backend
         self.programs = program.framework.translating
-        self.points: list[Point] = []  # points where the formula agrees
+        self.points: list[Point] = []  # points at which the formula agrees with the framework
         self.places = ""  # description of the points for messages
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
@@ -132,8 +133,8 @@ class _Comparison:
         at which f raises an error or a number is not finite are replaced by nearer points.
 
         Raises:
-            GradtoolsError: The formula differs from automatic differentiation, or the numbers are
-                not finite at any point.
+            GradtoolsError: The formula differs from automatic differentiation, or some numbers are
+                not finite at every point.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)
@@ -183,7 +184,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at a point, and the formula of that run agrees."""
+        """Returns whether f runs another program at `point` whose own formula agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -231,7 +232,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
     def _point(self, rng: np.random.Generator, step: float) -> Point:
-        """Draws cotangents, directions, and inputs at relative distance `step` to the arguments."""
+        """Draws a random point whose inputs have the relative distance `step` to the arguments."""
         own = len(self.program.leaves)
         inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
 
@@ -243,7 +244,7 @@ class _Comparison:
         return inputs, [*map(draw, cotangents)], [*map(draw, directions)]
 
     def _leaves(self, point: Point) -> list[Any]:
-        """Converts f's arguments to framework arrays; integers and random keys are unchanged."""
+        """Returns f's leaves with the values of `point`; keeps integers and random keys."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
@@ -289,13 +290,14 @@ def compared(
     scale: Arrays = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each array of `mine` with the framework's array; None means zero.
+    """Compares each array of `mine` with an array of `theirs`; None represents zeros.
 
-    The error of an array is relative to its largest absolute value, but at least to `floor` times
-    the largest number in `scale`. Smaller arrays may contain only rounding errors: the gradient of
-    a bias before batch normalization is 0 but is computed as 1e-17.
+    Errors are relative to the largest absolute value in the two arrays, or to `floor` times the
+    largest number in `scale` if this is larger. Arrays with smaller numbers may contain only
+    rounding errors. For example, the gradient of a bias before batch normalization is 0 but is
+    computed as 1e-17.
 
-    who: The noun for `mine` in the message, such as "formula".
+    who: The name of `mine` in the message, such as "formula".
     """
     greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
     arrays = map(np.asarray, scale)
@@ -305,7 +307,7 @@ def compared(
         a = np.asarray(expected) + 0.0
         b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
-            message = f"{name} has shape {a.shape}, the {who} gives {b.shape}"
+            message = f"{name} has shape {a.shape}; the {who} gives {b.shape}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -1,4 +1,4 @@
-"""Opaque operations, which formulas write by name and the framework computes.
+"""Opaque operations, which a formula shows by name and which the framework computes.
 
 Convolutions, Fourier transforms, loops and functions with a custom rule are opaque. The adjoint of
 an opaque operation is written as a vjp. The framework computes the operation, the vjp and the
@@ -30,7 +30,7 @@ class OpaqueFunction:
 
     backend: Backend
     run: Callable[..., Sequence[Any]]  # maps framework arrays to framework arrays
-    likes: Sequence[Any]  # an array of each operand's dtype and device; None for any dtype
+    likes: Sequence[Any]  # example array of each operand (dtype, device); None allows any dtype
     moving: tuple[bool, ...]  # whether each operand has a derivative
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
@@ -42,7 +42,10 @@ class OpaqueFunction:
         return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
-        """Returns the vjp as a function of the operands and the chosen outputs' cotangents."""
+        """Returns the vjp of the outputs `chosen` with respect to the operands `wanted`.
+
+        The vjp is a function of all operands and of the cotangents of the chosen outputs.
+        """
         count, backend = len(self.moving), self.backend
 
         def pulled(*both: Any) -> list[Any]:
@@ -73,7 +76,8 @@ def by_name(
 ) -> list[Expr]:
     """Returns the outputs of an opaque operation, given the shape and kind of each output.
 
-    about: Attributes `of`, `level` and `places`, with which an adjoint is written.
+    about: The attributes of a vjp: the number of operands (`of`), the order of the vjp (`level`),
+        and the indices of the operands with respect to which the vjp is computed (`places`).
     """
     call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, **about)
     return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]
@@ -96,7 +100,8 @@ def pulled_back(
         kernel.vjp([*given], wanted),
         of=len(args),
         level=call.get("level", 0) + 1,
-        # Indices of `wanted` among the differentiable operands; () if there is only one.
+        # Indices of `wanted` among the differentiable operands; () if only one operand is
+        # differentiable.
         places=tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
     )
     return replaced_at([None] * len(args), wanted, pulled)

@@ -1,8 +1,8 @@
 """Table of operations, each with its NumPy value, pullback and notation.
 
 For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
-the cotangent of x is conj(f') g. For other functions the table gives the pullback. Indexing each
-row by an integer label is a product with a one-hot factor.
+the cotangent of x is conj(f') g. For other functions the table gives the pullback. An operation
+that picks one entry of each row by its index is represented as a product with a one-hot array.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ DEFINITIONS = {
     "softmax": "softmaxᵢ(x) := e^x / Σᵢ e^x",
     "var": "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
 }
-# Maps each elementwise function to its NumPy function and its derivative, given y and x.
+# Maps each elementwise function y = f(x) to its NumPy function and to its derivative, which is a
+# function of y and x.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
     "exp": (np.exp, lambda y, x: y),
     "log": (np.log, lambda y, x: x**-1),
@@ -61,8 +62,8 @@ for _name, (_value, _slope) in FUNCTIONS.items():
 
 
 def _write_sum(w: Writer, x: Expr) -> Written:
-    """Writes a sum: first compositions, then named values, then numbers."""
-    w.axes.letters(x)  # a sum assigns the first axis letters
+    """Writes a sum, with unnamed expressions first, then named values, then numbers."""
+    w.axes.letters(x)  # the axes of the sum get letters before other axes
     rank = lambda a: 2 if constant_of(a) is not None else int(w.is_named(a))
     return ts.summed([w.write(a) for a in sorted(x.args, key=rank)])
 
@@ -76,7 +77,7 @@ def _write_power(w: Writer, x: Expr) -> Written:
 
 
 def _write_cast(w: Writer, x: Expr) -> Written:
-    """Writes a cast to complex, because √x and √(x + 0i) differ below zero."""
+    """Writes x + 0i for a cast to complex, because √x and √(x + 0i) differ for negative x."""
     inner = w.write(x.args[0])
     return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
 
@@ -115,7 +116,7 @@ _entrywise(
 
 
 def stop(x: Expr) -> Expr:
-    """Returns x with zero derivative, as stop_gradient does."""
+    """Returns the value of x with a zero derivative, like stop_gradient."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
 
 
@@ -133,7 +134,7 @@ _RELATIONS = {
 
 
 def indicator(a: Any, b: Any, relation: str) -> Expr:
-    """Returns the indicator: 1 where a and b (expressions or numbers) satisfy the relation."""
+    """Returns an indicator: 1 where a and b satisfy the relation, and 0 elsewhere."""
     return apply("compare", a, b, kind=expressions.BOOLEAN, relation=relation)
 
 
@@ -277,12 +278,12 @@ def one_hot(i: Expr, *, size: int) -> Expr:
 
 
 def picked(x: Expr, i: Expr) -> Expr:
-    """Picks entry i of each row of x: sums the last axis with a one-hot factor."""
+    """Returns entry i of each row of x, as a sum over the product of x and a one-hot array."""
     return total(x * one_hot(i, size=x.shape[-1]), [x.rank - 1])
 
 
 def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
-    """Implements numpy.take_along_axis with one entry per row; None for other shapes."""
+    """Implements numpy.take_along_axis for one entry per row; returns None for other shapes."""
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
         return None
@@ -294,7 +295,7 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
 
 
 def _write_along(w: Writer, y: Expr) -> Written:
-    """Writes a reduction or softmax with its axes as a subscript, if they are not all axes."""
+    """Writes a reduction or softmax, with its axes as a subscript unless all axes are reduced."""
     x, axes = y.args[0], y["axes"]
     letters = w.axes.unique(x)
     below = "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
@@ -336,8 +337,9 @@ _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
 _euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 _softmax = lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True))
 _pull_softmax = lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True))
-# Maps each function to its NumPy function of x and axes, and its pullback of y, g, x and axes, in
-# which y and g are broadcast to the shape of x.
+# Maps each function y = f(x) to its NumPy function of x and axes, and to its pullback. The
+# arguments of the pullback are y, the cotangent g, x and axes; y and g are broadcast to the shape
+# of x.
 _ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr]]] = {
     "max": (np.max, _pull_extreme),
     "min": (np.min, _pull_extreme),
@@ -362,7 +364,7 @@ for _name, (_value, _) in _ALONG.items():
 def along(
     name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False, **more: Any
 ) -> Expr:
-    """Applies a reduction or a function along axes (default: all); returns x for no axes."""
+    """Applies a reduction or a function along axes (default: all); returns x if axes is empty."""
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x

@@ -1,7 +1,7 @@
-"""Matches compositions, such as JAX's softmax, which PyTorch computes by a single operation.
+"""Replaces compositions of operations by named operations, such as softmax in a JAX program.
 
-`named` replaces an expression that matches a composition by a single named operation, which is then
-written and differentiated::
+`named` replaces an expression that matches a composition in the left column by the expression in
+the right column::
 
     log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
@@ -25,7 +25,7 @@ from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
-    """Returns the named operation if x matches a composition of the table, otherwise x."""
+    """Returns the replacement of x if x matches a composition in the table, otherwise x."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
         inner = algebra.drop_axes(x, kept)
@@ -77,13 +77,13 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
 
 
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
-    """Matches z - mean z; returns z or None."""
+    """Returns z if y is z - mean z, otherwise None."""
     rests = (add([z for z in y.args if z is not t]) for t in y.args if y.op == "add")
     return next((z for z in rests if algebra.centred(z, axes) is y), None)
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
-    """Returns the product x with the factors `gone` replaced by one new factor."""
+    """Returns the product x with the factors `gone` replaced by the factor `new`."""
     c, entries, out = parts(x)
     return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 
@@ -92,7 +92,7 @@ def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
 
 
 def _logsumexp(x: Expr) -> Expr | None:
-    """Matches log sum exp(z)."""
+    """Returns logsumexp(z) if x is log sum exp(z), otherwise None."""
     c, e, axes = _summed(x.args[0]) or (0, x, ())
     if c != 1 or e.op != "exp":
         return None
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """Matches an exponential divided by its sum along one axis."""
+    """Replaces exp(z) / sum exp(z) in a product by softmax(z), or returns None."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -114,7 +114,7 @@ def _softmax(x: Expr) -> Expr | None:
 
 
 def _of_exponential(x: Expr) -> Expr | None:
-    """Matches 1 / (1 + exp(-z)) and log(1 + exp(z))."""
+    """Returns sigmoid(z) for 1 / (1 + exp(-z)), softplus(z) for log(1 + exp(z)), or None."""
     for e in (t for t in x.args[0].args if t.op == "exp" and not x.is_complex):
         if x is (1 + e) ** -1:
             return apply("sigmoid", -e.args[0])
@@ -124,14 +124,14 @@ def _of_exponential(x: Expr) -> Expr | None:
 
 
 def _variance(x: Expr) -> Expr | None:
-    """Matches the mean of |z - mean z|**2."""
+    """Returns the variance of z if x is the mean of |z - mean z|**2, otherwise None."""
     squares = _squares(x, of_mean=True)
     z = _centre(*squares) if squares else None
     return along("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
-    """Matches mean z**2 - (mean z)**2."""
+    """Returns the variance of z if x is mean z**2 - (mean z)**2, otherwise None."""
     for first in x.args:
         squares = _squares(first, of_mean=True)
         if squares and not squares[0].is_complex and x is first - mean(*squares) ** 2:
@@ -140,7 +140,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 
 def _standardize(x: Expr) -> Expr | None:
-    """Matches (z - mean z) times (variance z + eps)**-1/2."""
+    """Replaces (z - mean z) * (variance z + eps)**-1/2 in a product, or returns None."""
     _, entries, _ = parts(x)
     for f, names in entries:
         terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []
@@ -158,13 +158,13 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """Matches sqrt(sum |z|**2) and its reciprocal."""
+    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), or returns None."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
 def _modulus(x: Expr) -> Expr | None:
-    """Matches |sum exp(z)|, which JAX's logsumexp computes, and relu(variance)."""
+    """Removes abs from |sum exp(z)|, as in JAX's logsumexp, and relu from relu(variance)."""
     c, z, _ = _summed(x.args[0]) or (1, x.args[0], ())
     return x.args[0] if c == 1 and not z.is_complex and z.op in ("exp", "var") else None
 

@@ -41,7 +41,7 @@ def adjoint(
     """Builds the adjoint program in reverse topological order of the values.
 
     Returns:
-        The cotangents of ``wrt``, and the cotangent of every intermediate value.
+        The cotangents of ``wrt``, and a dict that maps each value of the program to its cotangent.
     """
     values, active = order(outputs), set(wrt)
     for y in values:
@@ -52,7 +52,7 @@ def adjoint(
     several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
 
     def contribute(x: Expr, g: Expr | None) -> None:
-        """Adds g to the cotangents of x; takes the real part if x is real."""
+        """Adds g to the cotangents of x; if x is real, adds the real part of g."""
         if g is not None and x in active and not is_zero(g):
             gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
 

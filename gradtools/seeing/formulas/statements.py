@@ -34,7 +34,7 @@ class Section:
 
 
 class Statements:
-    """Writes the lines of all sections, which share the names of values."""
+    """Writes the lines of all sections; a value has the same name in all sections."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Statements:
             if not is_wrapper(x):
                 uses.update(map(_unwrapped, _operands(x)))
         result: list[Expr] = []
-        weights: dict[Expr, float] = {}  # lengths of the written values; named values count 0
+        weights: dict[Expr, float] = {}  # estimated text lengths; 0 for named values
         for x in self.values:
             own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
             own = 1 if x.op == "add" else own
@@ -135,7 +135,7 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section, done: set[Expr]) -> None:
-        """Writes an equation for each named value, then for each result of the section."""
+        """Writes an equation for each named value, and then one for each result of the section."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}
@@ -178,7 +178,7 @@ def _unwrapped(x: Expr) -> Expr:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns the shortest unique suffix of each path, with numbers last: weight_0 for 0.weight."""
+    """Returns the shortest unique suffix of each path; 0.weight becomes weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
     ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))
@@ -195,7 +195,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
-    """Returns names for the outputs, avoiding the names in `taken`."""
+    """Returns a name for each output; no name is in `taken`."""
     if len(outputs) == 1:
         (y,) = outputs
         wanted = ["L"] if not y.rank and not y.is_complex else []

@@ -40,7 +40,7 @@ class Written:
 
 
 def bracket(x: Written) -> Written:
-    """Adds round brackets."""
+    """Encloses x in round brackets."""
     return Written(f"({x.text})")
 
 
@@ -60,7 +60,7 @@ BAR, _OVERLINE = "\u0304", "\u0305"
 
 
 def has_bar(x: Written) -> bool:
-    """Returns whether a name has a bar, as the names of cotangents have."""
+    """Returns whether a name has a bar, which marks the names of cotangents."""
     return BAR in unicodedata.normalize("NFD", x.text)
 
 
@@ -90,7 +90,7 @@ def power(x: Written, exponent: Any, mark: str = "") -> Written:
 
 
 def superscript(x: Written, mark: str) -> Written:
-    """Adds a superscript mark such as the transpose."""
+    """Adds the superscript `mark` to x, such as ᵀ for the transpose."""
     return Written(x.at(ATOM).text + mark, POWER)
 
 

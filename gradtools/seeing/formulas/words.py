@@ -1,8 +1,8 @@
 """Vocabulary: maps framework-neutral operation names to functions that build expressions.
 
 The PyTorch and JAX translators convert each recorded operation to a neutral name, operands and
-attributes, as `gradient_graph` prints them (`operands.py`); `translated` looks up the name. An
-operation outside of the vocabulary is opaque (`opaque.py`).
+attributes, which `gradient_graph` also prints (`operands.py`); `translated` looks up the name in
+the vocabulary. An operation outside of the vocabulary is opaque (`opaque.py`).
 
 Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` is one
 number; ``keep`` (default False) keeps a reduced axis with length 1; elementwise operations
@@ -41,14 +41,14 @@ def _power(a: Expr, b: Expr) -> Expr | None:
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
-    """Returns relu(a) for maximum(a, 0); None for other maxima."""
+    """Returns relu(a) for maximum(a, 0) or maximum(0, a), and None for other operands."""
     a, b = (a, b) if constant_of(a) is None else (b, a)
     whole = broadcast(a, np.broadcast_shapes(a.shape, b.shape))
     return apply("relu", whole) if expressions.is_zero(b) else None
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
-    """Casts x to another dtype; None for a cast to integers, which truncates."""
+    """Casts x to another dtype, or returns None for a cast to integers, which truncates."""
     kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
         return None
@@ -58,21 +58,21 @@ def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
 def _variance(
     x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False
 ) -> list[Expr]:
-    """Returns sum(abs(x - mean)**2) / (n - correction), and the mean."""
+    """Returns the variance, sum(abs(x - mean)**2) / (n - correction), and the mean."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
     return [scale * along("var", x, axes, keep), algebra.mean(x, axes, keep)]
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
-    """Returns an einsum with explicit output; None if subscripts have an ellipsis or a diagonal."""
+    """Returns an einsum, or None if `subscripts` has an ellipsis, a diagonal or no output."""
     text = subscripts.replace(" ", "")
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
     return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
 
 
 def _norm(x: Expr, *, ord: Any = 2, p: Any = 2, **how: Any) -> Expr | None:
-    """Returns the Euclidean norm of x; None for norms of other orders."""
+    """Returns the Euclidean norm of x, or None if the order of the norm is not 2."""
     return _reduction("norm")(x, **how) if x.rank and ord == p == 2 else None
 
 
@@ -138,12 +138,12 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # shape and kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
-_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # map integers to integers
-_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # functions with other values at x + 0i
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these map integers to integers
+_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # f(x + 0i) may differ from f(x)
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
-    """Returns the expressions of an operation; None if the vocabulary lacks the operation."""
+    """Returns the expressions of an operation, or None if the vocabulary lacks the operation."""
     if name not in WORDS:
         return None
     try:
@@ -156,7 +156,7 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 def _unwrapped(
     name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
 ) -> Expr | None:
-    """Returns i for where(i < 0, i + n, i) or i % n, if all indices i are within bounds."""
+    """Returns i if the operation is where(i < 0, i + n, i) or i % n and equals i in this run."""
     i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
     if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
@@ -173,9 +173,9 @@ def translated(
     likes: Sequence[Like],
     value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
-    """Returns the results of an operation; None if the vocabulary cannot express all of them.
+    """Returns the results of an operation, or None if the vocabulary cannot express all results.
 
-    An integer result without an expression, such as the indices of a maximum, is None.
+    An integer result that has no expression, such as the indices of a maximum, is None.
 
     value_of: A function that returns the NumPy value of an operand in this run.
     """
@@ -201,7 +201,7 @@ def translated(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """Applies `named` to x, and converts it to the shape and kind of the framework's result."""
+    """Applies `named` to x, and converts the expression to the shape and kind of `like`."""
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))

@@ -1,8 +1,9 @@
 """Writes expressions as mathematical text.
 
-Matrix products are written by juxtaposition, elementwise products with a circled dot, and sums over
-axes with Σ and the letters of the axes. Letters identify axes, so a broadcast is not written. A
-product that would be ambiguous, such as a product of arrays with three axes, is written as einsum.
+Matrix products are written by juxtaposition. Elementwise products are written with a circled dot.
+Sums over axes are written with Σ and the letters of the axes. Letters identify axes, so broadcasts
+are not written. A product that would be ambiguous in this notation, such as a product of arrays
+with three axes, is written as an einsum.
 
 A contraction is written as a matrix product if each summed label belongs to two factors and the
 labels form a chain from one axis of the result to the other.
@@ -30,15 +31,15 @@ class Writer:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
-        self.notes: dict[str, None] = {}  # explanations of notation in use
-        self.definitions: dict[str, None] = {}  # explanations of functions written by name
+        self.notes: dict[str, None] = {}  # explanations of the notation that the formula uses
+        self.definitions: dict[str, None] = {}  # definitions of functions such as softmax
 
     def write(self, x: Expr) -> Written:
-        """Writes x by its name, or else by its operation."""
+        """Writes the name of x, or the operation of x if x has no name."""
         return self.names[x] if x in self.names else self.composed(x)
 
     def composed(self, x: Expr) -> Written:
-        """Writes x by its operation, even if x has a name."""
+        """Writes the operation of x, even if x has a name."""
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":
@@ -63,17 +64,17 @@ class Writer:
         return ts.function("repeat", [inner], "x".join(map(str, x.shape)))
 
     def note(self, text: str) -> None:
-        """Adds an explanation of the notation to the formula's definitions."""
+        """Adds an explanation of the notation to the notes below the formula."""
         self.notes[text] = None
 
     def transposed(self, x: Expr) -> Written:
-        """Writes the transpose, or the conjugate transpose if x is a conjugate."""
+        """Writes the transpose of x, or the conjugate transpose of y if x is conj(y)."""
         if x.op == "conj" and x not in self.names:
             return ts.superscript(self.write(x.args[0]), "ᴴ")
         return ts.superscript(self.write(x), "ᵀ")
 
     def _product(self, x: Expr) -> Written:
-        """Writes a product of coefficient, scalars and arrays as a fraction."""
+        """Writes a product of a coefficient, scalars and arrays as a fraction."""
         f = _Factors(x, self.names)
         core, below = None, list[Written]()
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
@@ -101,7 +102,7 @@ class Writer:
         return Written(f"-{top.at(ts.BIG).text}", ts.SUM) if minus else top
 
     def _factor(self, x: Expr, f: _Factors) -> Written:
-        """Writes a factor of a product, as a mean if the coefficient divides the sum."""
+        """Writes a factor of a product; writes a sum of n terms with coefficient 1/n as a mean."""
         if x is not f.mean:
             return self.write(x)
         (inner,), (names,) = x.args, x["labels"]
@@ -170,7 +171,7 @@ class Writer:
         return ts.function(f"einsum[{operands}→{of(f.out)}]", pieces)
 
     def _sorted(self, factors: Iterable[Entry]) -> list[Entry]:
-        """Sorts factors: cotangents first, then other named values, then compositions."""
+        """Sorts factors: cotangents first, then other named values, then unnamed expressions."""
 
         def key(entry: Entry) -> tuple[bool, bool]:
             written = self.names.get(entry[0])
@@ -189,10 +190,10 @@ _hadamard = partial(_multiplied, sign=" ⊙ ")
 
 
 class _Factors:
-    """The factors of a product, sorted into numerator and denominator.
+    """The factors of a product, separated into numerator and denominator.
 
-    Factors that are products are flattened, except named products, and sums inside of elementwise
-    products. A sum over axes divided by their length is written as a mean.
+    A factor that is a product is flattened, unless the factor has a name, or is a sum over axes
+    inside of an elementwise product. A sum over axes divided by their length is written as a mean.
     """
 
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
@@ -212,7 +213,7 @@ class _Factors:
             else:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, next(marks)) + queue
-        # Scalars and arrays, each in the numerator and in the denominator.
+        # Scalars in the numerator and denominator, and arrays in the numerator and denominator.
         groups: list[list[Entry]] = [[], [], [], []]
         self.scalars, self.scalars_below, self.arrays, self.below = groups
         for f, names in self.entries:
@@ -228,7 +229,7 @@ class _Factors:
         self.reference = list(dict.fromkeys(l for names in order for l in names))
 
     def _is_mean(self, x: Expr, named: Collection[Expr]) -> bool:
-        """Returns whether x is an unnamed sum and the coefficient is 1 / (its length)."""
+        """Returns whether x is an unnamed sum of n terms, and the coefficient is 1/n or -1/n."""
         if x in named or not contracts(x) or len(x.args) != 1:
             return False
         (inner,), (labels,) = x.args, x["labels"]
@@ -250,7 +251,7 @@ Link = tuple[list[Expr], bool]  # factors, and whether their product is transpos
 
 
 def _chain(f: _Factors) -> list[Link] | None:
-    """Arranges factors as a product of two matrices or vectors; None if that is impossible."""
+    """Arranges factors as a product of two matrices or vectors; returns None if impossible."""
     groups: dict[Labels, list[Expr]] = {}
     for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
         groups.setdefault(names, []).append(a)
@@ -285,8 +286,9 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 class Axes:
     """Assigns letters to axes by union-find: axes that correspond get the same letter.
 
-    Axes of a sum correspond by position, axes of a product by their labels (see `_labels`). Each
-    class of corresponding axes is one dimension of the problem, such as the batch axis.
+    Axes of the terms of a sum correspond by position. Axes of the factors of a product correspond
+    if they have the same label (see `_labels`). Each class of corresponding axes is one dimension
+    of the problem, such as the batch axis.
 
     taken: Letters that are already names of values.
     """
@@ -332,7 +334,7 @@ class Axes:
 
 
 def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
-    """Returns the axis of y that corresponds to each axis of each argument, or None."""
+    """Returns, for each axis of each argument, the corresponding axis of y or None."""
     if y.op == "einsum":
         return y["labels"]
     kept, axes = iter(range(y.rank)), y.get("axes", ())
@@ -343,7 +345,7 @@ def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
             return range(x.rank)
         if axes:  # a reduction
             return [None if a in axes else next(kept) for a in range(x.rank)]
-        # In a reshape, axes correspond if equally many entries precede them.
+        # In a reshape, axes correspond if the preceding axes have the same number of entries.
         return [place.get(prod(x.shape[:k])) for k in range(x.rank)]
 
     return [*map(of, y.args)]

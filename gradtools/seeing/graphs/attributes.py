@@ -1,4 +1,4 @@
-"""Formats the label of an operation: operands and attributes.
+"""Formats the label of an operation from its operands and attributes.
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 
@@ -53,7 +53,7 @@ def text_of(value: Any) -> str:
 
 
 def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """Formats a slice in NumPy's notation, such as ``1:3, :``; a dropped axis is an index."""
+    """Formats a slice, such as ``1:3, :``; a dropped axis is written as an index."""
     rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
     strides, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
@@ -72,10 +72,10 @@ _MOST_NUMBERS = 64
 
 
 def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
-    """Formats the contents of a small array, such as "2.5" or "[0, 2]"; "" for large arrays.
+    """Formats the contents of a small array, such as "2.5" or "[0, 2]", or "" for large arrays.
 
     Args:
-        shape: The shape.
+        shape: The shape of the array.
         listed: A function that returns the array's numbers as nested lists.
     """
     return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""
@@ -89,7 +89,7 @@ def number_text(value: Any) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Returns whether a captured value's name is a number, printed as the operand."""
+    """Returns whether `text`, the name of a captured value, is a number."""
     try:
         complex(text)
     except ValueError:
@@ -98,5 +98,5 @@ def is_number(text: str) -> bool:
 
 
 def are_numbers(text: str) -> bool:
-    """Returns whether a captured value's name is its contents, as in `numbers_text`."""
+    """Returns whether `text`, the name of a captured value, is a result of `numbers_text`."""
     return text.startswith("[") or is_number(text)

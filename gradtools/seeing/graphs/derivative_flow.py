@@ -1,4 +1,4 @@
-"""Computes which values of a graph depend on each other: taint tracking with four strengths.
+"""Computes how strongly the values of a graph depend on each other, on a scale of four strengths.
 
 The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. The strength of
 a path is the minimum of its links, and the dependence of two values is the maximum over all paths::
@@ -9,8 +9,8 @@ a path is the minimum of its links, and the dependence of two values is the maxi
 outputs depend on each value.
 
 Nodes of loops, branches and calls are first replaced by the operations of their bodies. The values
-of a call are renumbered. At the boundary of a loop or branch, a "join" node links the outer value
-to the inner value, with the strength of the dependence::
+inside of a call get new indices. At the boundary of a loop or branch, a "join" node links the outer
+value to the inner value, with the strength of the dependence::
 
     loop     initial -> carry,  result -> carry,  condition -cut-> result
     branch   result of each branch -> result,  predicate -cut-> result
@@ -52,7 +52,7 @@ def forward(
 ) -> dict[int, Dependence]:
     """Computes how strongly each value depends on `start`; independent values have no entry.
 
-    without: Values through which no path may lead.
+    without: The indices of values; paths through these values are ignored.
     """
     return _propagated(graph, start, without, reverse=False)
 
@@ -94,7 +94,7 @@ def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
 
 
 def links_of(graph: PlainGraph, node: Node) -> Links:
-    """Returns ``links[k][i]``: how output k of a node depends on its input i."""
+    """Returns ``links[k][i]``, the dependence of output k of a node on its input i."""
     if node.links is not None:
         return node.links
     return _links_of_bodies(node) if node.bodies else even_links(node, graph.values)

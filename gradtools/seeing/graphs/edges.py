@@ -1,8 +1,9 @@
 """Computes the edges of a graph, from the producer of each value to its readers.
 
 A value that a later pass reads is a *saved* residual. If a gradient is lost on an edge, `Edge.cut`
-is the reason, such as "detached". A comparison that only computes a mask and the stopped maximum in
-a softmax are not cuts; other intentional stops are cuts.
+is the reason, such as "detached". An edge to a comparison that only computes a mask, or to the
+stop_gradient of the maximum in a softmax, has no `cut`. An edge to any other `detach` or
+`stop_gradient` has a `cut`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squee
 
 
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
-    """Returns the edges of a graph, without the edges of its bodies."""
+    """Returns the edges of a graph, without the edges inside of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     phases = phases_of(graph.nodes)
     lost = lost_links(graph)
@@ -34,7 +35,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """Maps each residual that a later pass reads to its bytes; counts each storage once."""
+    """Maps each residual to its size in bytes; counts each storage once."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
@@ -58,7 +59,7 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """Yields each input of a node, its dependence, and the kind of loss or None."""
+    """Yields (value, dependence, kind of loss or None) for each input of a node."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
         yield value, strength, (node.loss or "no derivative") if is_lost else None
@@ -93,7 +94,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Returns whether a stopped value is computed from a maximum, as in a softmax."""
+    """Returns whether `node` stops the gradient of a maximum, as in a softmax."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]

@@ -1,4 +1,4 @@
-"""`gradient_graph` returns the graph of a program and its gradients, as text, SVG or HTML."""
+"""Public operator `gradient_graph`, which returns a program and its gradients as a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Graph(PlainGraph):
 
     @property
     def kept(self) -> dict[int, int]:
-        """Maps each value that the first pass saves for later passes to its bytes.
+        """Maps each value that the forward pass saves for later passes to its size in bytes.
 
         Arguments and captured arrays are not counted, because the caller references them; a view
         counts as the value that owns its storage.
@@ -84,17 +84,18 @@ class Graphing(Operators):
     ) -> Graph:
         """Returns the operations of f and of its gradients as a graph.
 
-        With y = f(x), the passes have a cotangent c for each output and v for each gradient::
+        The passes compute these values, where y = f(x), c is a cotangent of y, and v is a cotangent
+        of g::
 
             forward                    x        ->  y
             backward                   x, c     ->  g = J^H c
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
         Each operation has a pass (``node.phase``), a source line of f, the names of its modules,
-        and a ``node.mark``: "custom rule", "edited gradient", "chunked", "frozen" or "checkpoint"
-        inside of these operators, otherwise empty. ``edge.saved`` marks a value that a later pass
-        reads, and ``edge.bytes`` is its size. If a derivative is lost on an edge, ``edge.cut`` is
-        the reason, as in `why_zero`.
+        and a ``node.mark``, which is "custom rule", "edited gradient", "chunked", "frozen" or
+        "checkpoint" inside of these operators, and otherwise empty. ``edge.saved`` is True if a
+        later pass reads the value, and ``edge.bytes`` is the size of the value. If a derivative is
+        lost on an edge, ``edge.cut`` is the reason, as in `why_zero`.
 
         In PyTorch, f runs and is differentiated once, and its side effects are undone; the graph
         consists of aten operations, and all intermediates stay in memory until the graph is built.
@@ -103,12 +104,13 @@ class Graphing(Operators):
         Args:
             f: A function from pytrees of arrays to pytrees of arrays, or a module.
             *args: Arguments of f; arrays of any shape and dtype.
-            order: 0 for forward only, 1 with backward, 2 with backward of the backward.
+            order: 0 for the forward pass, 1 to add the backward pass, 2 to add the backward of the
+                backward.
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex. In PyTorch, parameters that f captures and that require grad
                 are differentiated as well; ``argnums=()`` selects only these parameters.
             outputs: A pytree of existing PyTorch tensors, passed instead of f. The graph is read
-                from their ``grad_fn``, without constants, and no program runs.
+                from the ``grad_fn`` of the tensors and contains no constants. No program runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -120,7 +122,8 @@ class Graphing(Operators):
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph
                 (always in JAX); order is not 0, 1 or 2; argnums is out of range or names an integer
-                argument; f raises, returns no array, or in JAX converts a tracer to NumPy.
+                argument; f raises an error, returns no array, or (in JAX) converts a tracer to a
+                NumPy array.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))

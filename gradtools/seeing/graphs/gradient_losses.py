@@ -1,15 +1,15 @@
 """Finds operations at which the gradient of a leaf is lost, and gradient edits without effect.
 
-A value that depends on a leaf is *differentiable* in the leaf, or only its data depends on the leaf
-(`derivative_flow.py`). A gradient is lost at an operation that reads a differentiable value and
-affects the output only through values that are not differentiable::
+If a value depends on a leaf, either the value is *differentiable* in the leaf, or only its data
+depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
+differentiable value and affects the output only through values that are not differentiable::
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-A `detach` or `stop_gradient` inside of a value that has another differentiable path is therefore
-not a loss, as in a straight-through estimator, a softmax, a mask, or a normalizing constant. The
-condition of a `where` is not a loss if the selected data also depends on the leaf; the derivative
-is then lost in the data::
+Therefore no gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
+differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing
+constant. No gradient is lost at the condition of a `where` if the selected data also depends on the
+leaf; the loss is then at an operation of the data::
 
     where(isfinite(x).all(), argmax(x), -1)    argmax
     where(x > 0, 1, 0)                         x > 0
@@ -49,8 +49,8 @@ class Loss:
     Attributes:
         node: The operation.
         input: The position of the operand that is differentiable in the leaf.
-        whole: Whether the whole gradient of the leaf is lost; if false, only the gradient of one
-            summand.
+        whole: Whether the whole gradient of the leaf is lost. If False, only the gradient of one
+            summand is lost.
         further: Whether the derivative is already lost at earlier operations on all paths.
     """
 
@@ -73,9 +73,9 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """Returns the operations at which the derivative of `ends` with respect to `start` is lost.
 
-    A later operation on all paths that would also lose the derivative is included if it is a stop,
-    leaves the framework, or is on the same line, because the user must change each of these
-    operations.
+    The list includes later operations at which the derivative would also be lost on all paths, if
+    they are `detach`, `stop_gradient`, `no_grad` or conversions to NumPy, or are on the same line.
+    The user must change each of these operations.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -134,17 +134,20 @@ def _without_conditions(graph: PlainGraph, choices: Container[int]) -> PlainGrap
 
 
 def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yields the output summands that depend on the leaves without a derivative, with roles.
+    """Yields (value, role) for output summands without a derivative with respect to the leaves.
 
-    Only scalar outputs that are differentiable in a leaf are examined; other outputs are metrics.
-    The role is "shift" if a differentiable summand also reads the lost values, as in
-    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
-    derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
-    a discrete h(x); otherwise the role is empty.
+    The summands depend on the leaves only through operations without a derivative. Only scalar
+    outputs that are differentiable in a leaf are examined; other outputs are metrics. The role is:
+
+    - "shift" if a differentiable summand also depends on the stopped values, as in
+      ``log(sum(exp(x - s))) + s``;
+    - "part" if the summand is computed from a partial sum that has a derivative, as in
+      ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with a discrete h(x);
+    - otherwise empty.
 
     Args:
         graph: The program, with inlined bodies.
-        leaves: The values that may be trained.
+        leaves: The indices of the values that may be trained.
     """
     strengths, makers = forward(graph, dict.fromkeys(leaves, _FULL)), _makers(graph)
     above = lambda v: set(behind(graph, (v,))) - {v}
@@ -201,7 +204,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """Returns the scalars that are stacked into a vector; None for other values."""
+    """Returns the scalars that form `value` if it is a stack of scalars, otherwise None."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)
@@ -261,9 +264,9 @@ def useless_edits(
 
     Args:
         graph: The program.
-        leaves: The leaves to report; the gradient of each is lost before or after an edit of its
-            data.
-        every: All values that may be trained.
+        leaves: The leaves to examine. A leaf is returned if its gradient is lost before or after an
+            edit of a value that depends on the leaf.
+        every: The indices of all values that may be trained.
     """
     reached = forward(graph, dict.fromkeys(every, _FULL))
     matters = behind(graph, tuple(graph.outputs))

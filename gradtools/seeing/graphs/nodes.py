@@ -7,8 +7,8 @@ and the dependence of each output on each input::
 
     none < cut < zero_derivative < differentiable
 
-The strength of a path is the minimum of its links; several paths have the maximum of their
-strengths. Nodes of loops, branches and calls contain `Body` objects with separate graphs.
+The strength of a path is the minimum of its links; the strength of several paths is the maximum of
+their strengths. Nodes of loops, branches and calls contain `Body` objects with separate graphs.
 
 Each backend records graphs; the other modules of this package analyze and print graphs.
 """
@@ -33,7 +33,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Dependence(IntEnum):
-    """The dependence of one array on another, of an operation or of a whole path."""
+    """The strength with which one array depends on another, in one operation or along a path."""
 
     NONE = 0  # no data flows
     CUT = 1  # data flows without a derivative: detached, compared, cast to integers
@@ -46,7 +46,7 @@ class Value:
     """An abstract array that a program reads or computes.
 
     Attributes:
-        shape: The shape.
+        shape: The shape of the array.
         dtype: The name of the dtype, such as "float32".
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
         base: For a view, the index of the value that owns the storage; None for other values.
@@ -74,11 +74,11 @@ class Body:
     """The body of a loop, branch or call, with the mapping to the node's inputs and outputs.
 
     Attributes:
-        graph: The program.
+        graph: The graph of the body.
         inputs: ``inputs[i]`` is the position of the node's input that is passed as input i of the
             body.
-        carries: Pairs (k, i), by which output k of a loop body is input i of the next iteration.
-        gate: Whether the body is a loop condition. If false, output k of the body is output k of
+        carries: Pairs (k, i): output k of a loop body is input i of the next iteration.
+        gate: Whether the body is a loop condition. If False, output k of the body is output k of
             the node.
         skippable: Whether a loop may have zero iterations, in which case it returns the initial
             carries.
@@ -108,9 +108,9 @@ class Node:
         source: The innermost line of the user's own code that ran the operation.
         scope: The modules in which the operation ran, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
-        links: ``links[k][i]`` is the dependence of output k on input i. If None, the links of the
-            bodies are used; without bodies, links between inexact arrays are differentiable and
-            other links are cut.
+        links: ``links[k][i]`` is the dependence of output k on input i. If None, the links are
+            computed from the bodies. If there are no bodies, links between inexact arrays are
+            differentiable and other links are cut.
         loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The bodies of a loop, branch or call; empty for other operations.
@@ -136,7 +136,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Returns links with `strength` between inexact arrays; cuts other links and inputs `cut`."""
+    """Returns links of `strength` between inexact arrays; other links and inputs `cut` are cut."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact
@@ -219,7 +219,7 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Eliminates dead code: returns the nodes on which outputs and `anyhow` nodes depend."""
+    """Returns the positions of the nodes on which outputs or `anyhow` nodes depend."""
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
@@ -249,7 +249,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Returns a copy of the node and its bodies with another pass (phase)."""
+    """Returns a copy of the node in which the node and its bodies belong to the pass `phase`."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies)

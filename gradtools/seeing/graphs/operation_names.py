@@ -8,13 +8,14 @@ from textwrap import dedent
 def by_native(table: str) -> dict[str, str]:
     """Parses a table of names into a dict from native name to neutral name.
 
-    table: Lines of a neutral name and its native names; indented lines continue the previous line.
+    table: Each line contains a neutral name and its native names. An indented line continues the
+        previous line.
     """
     lines = dedent(table).strip().replace("\n    ", " ").splitlines()
     return {native: line.split()[0] for line in lines for native in line.split()[1:]}
 
 
-# Native names that PyTorch and JAX share.
+# Maps the native names that PyTorch and JAX share to neutral names.
 SHARED = by_native("""
     negate     neg
     subtract   sub

@@ -29,8 +29,8 @@ class Operand:
     """An operand of an operation: a value, or the text of a constant number.
 
     Attributes:
-        makers: (box, output index) of each operation that may produce the value, such as one per
-            branch.
+        makers: Pairs (key of a box, output index) of the operations that may produce the value. The
+            result of a branch has one pair per branch.
         number: The index of the value, a key of `Outline.values`.
         text: The text of a constant number; empty for values.
         strength: The dependence of the operation's outputs on the operand.
@@ -54,9 +54,9 @@ class Box:
         title: The name of the operation, input or output.
         phase: The pass that contains the box.
         node: The graph node of an operation; None for inputs and outputs.
-        values: The outputs of an operation; otherwise the single value.
+        values: The outputs of the operation, or the value of the input or output.
         scope: The names of the modules around the box, relative to the enclosing call.
-        name: The name of the call or module if the operation is its only operation.
+        name: The name of a call or module that contains only this operation, or empty.
         operands: The operands of the operation, in order.
         made: The letters of the values that the operation produces.
         call: The operation with the letters of its operands, such as "matmul(a, b)".
@@ -128,8 +128,9 @@ class Block:
         children: The boxes and blocks inside, in program order.
         mark: The mark of the call or loop, as in `Node.mark`.
         key: The unique key of the block, distinct from the keys of boxes.
-        made: Maps the letters of values that leave the block to their texts.
-        given: Maps the letters of values that enter the block to their texts.
+        made: Maps the letter of each value that leaves the block to the printed form of the letter.
+        given: Maps the letter of each value that enters the block to the printed form of the
+            letter, such as "✕a".
     """
 
     kind: str
@@ -235,7 +236,7 @@ class Outline:
 
     @cached_property
     def around(self) -> dict[int, tuple[Block, ...]]:
-        """Maps the key of each box and block to its enclosing blocks, from the column inwards."""
+        """Maps the key of each box and block to its enclosing blocks, outermost first."""
         paths = (path for column in self.columns for path in column.paths())
         return {item.key: around for around, item in paths}
 
@@ -259,18 +260,18 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the bytes saved for the values, once per storage, without `alive` values."""
+        """Returns the size of the values in bytes; counts a storage once, omits `alive` values."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
     def kept_text(self, values: Iterable[int]) -> str:
-        """Formats the bytes saved for the given values, or returns `ALIVE`."""
+        """Formats the size of the values in bytes; returns `ALIVE` if the size is zero."""
         size = self.bytes_of(values)
         return size_text(size) if size else ALIVE
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """Returns the arrows between visible boxes and collapsed blocks; merges parallel arrows."""
-        seen: dict[int, int] = {}  # maps a box to its drawn box or block
+        seen: dict[int, int] = {}  # maps the key of a box to the key of the drawn item
         for event, _, item in self.drawn(opened):
             if event == "box":
                 inside = item.boxes if isinstance(item, Block) else (item,)

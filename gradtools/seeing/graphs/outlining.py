@@ -208,7 +208,7 @@ class _InlinedGraph:
 
 
 def _is_number(box: Box) -> bool:
-    """Returns whether a captured value is a number, which is printed as an operand."""
+    """Returns whether the box is a captured number, which is printed as an operand."""
     if box.kind != "captured" or box.values[0].shape:
         return False
     return not box.values[0].name or is_number(box.values[0].name)
@@ -258,13 +258,13 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves to draw before and after a child, or in an empty column
+    # maps a child, or a column without children, to the leaves to draw before or after the child
     before, after = dict[Box | Block, list[Box]](), dict[Box | Block, list[Box]]()
     first = next(iter(roots.values()))
     outputs = [box for box in boxes if box.kind == "output"]
     for leaf in boxes:
         if leaf.kind == "operation" or (leaf.kind == "captured" and leaf.key not in readers):
-            continue  # an unread captured value is printed as an operand
+            continue  # a captured number is printed as an operand
         if leaf.kind == "output":
             after.setdefault(_maker_of(leaf, paths, roots, len(outputs)), []).append(leaf)
             continue
@@ -272,7 +272,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not _IN_ARGUMENT.search(leaf.title):
-            reading = [path[:2] for path in reading]  # draw a whole argument in the column
+            reading = [path[:2] for path in reading]  # draw outside of all blocks
         depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
         inside = {path[depth] for path in reading} or {*home.children}
@@ -339,7 +339,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Formats an operand: ✕a if a derivative is lost, [a] if no derivative flows."""
+    """Formats an operand: ✕a if a derivative is lost, [a] if the operand has no derivative."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE

@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # marks operations of derivatives inside of f
+INNER = "inner derivative"  # marks operations that compute derivatives inside of f
 
 
 def cotangent_of(name: str) -> str:
@@ -36,7 +36,7 @@ def second_gradient_of(name: str) -> str:
 
 
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
-    """Sets the names of a graph's outputs; a named value is copied by an identity node.
+    """Names the outputs of a graph; an identity node copies a value that already has a name.
 
     The copy is needed if a gradient is an input cotangent, or if one value is two outputs.
     """

@@ -28,7 +28,7 @@ _WHOLE = ("gradient_graph", "formula")  # operators that require every output of
 
 
 class Framework:
-    """Lazily imports the PyTorch or JAX modules that implement seeing.
+    """Lazily imports the PyTorch or JAX modules that implement `gradtools.seeing`.
 
     Both frameworks have the modules `recorded_run`, `training`, `passes` and `translating`.
 
@@ -55,9 +55,9 @@ class LeafProgram:
     """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:
-        framework: The PyTorch or JAX modules that implement seeing.
+        framework: The PyTorch or JAX modules that implement `gradtools.seeing`.
         leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
-        statics: The leaves of the arguments that are not arrays, such as modules, with names.
+        statics: Pairs of a leaf that is not an array, such as a module, and the name of this leaf.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of f's result in the latest run.
     """
@@ -121,7 +121,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager in which f runs; re-raises errors of f with the line in f."""
+        """Context manager that re-raises errors of f as GradtoolsError, with the line in f."""
         try:
             yield
         except GradtoolsError:
@@ -140,7 +140,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with `leaves` in its arguments, and returns the leaves of its result."""
+        """Calls f with `leaves` as its array leaves, and returns the leaves of the result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
@@ -156,7 +156,7 @@ class LeafProgram:
         for name, out in zip(self.out_names, outs, strict=True):
             if self.caller in _WHOLE and not is_numeric(self.backend, out):
                 raise GradtoolsError(
-                    f"{self.caller}: f returned {describe(self.backend, out)} at {name}, expected "
+                    f"{self.caller}: f returned {describe(self.backend, out)} at {name}; expected "
                     "an array. Return arrays."
                 )
         return outs

@@ -1,7 +1,8 @@
 """Finds the objects that a function captures, with their names.
 
-The search follows closures, the globals that the code names, defaults, bound methods, and their
-containers and attributes. Captured arrays get names such as ``net.layers[0].weight``.
+The search visits closure variables, globals that the code reads, default arguments and bound
+methods, and then the items and attributes of these objects. Captured arrays get names such as
+``net.layers[0].weight``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def named_objects(
     """Yields (object, name) for every object reachable from `roots`, breadth first.
 
     Args:
-        roots: Objects with their names; the name of a function is empty.
+        roots: Pairs of an object and its name. The name of a function is empty.
         is_array: A function that returns whether an object is an array; arrays are not searched.
-        parts: A function that returns the named parts of a framework object, or None for other
-            objects.
+        parts: A function that returns the named parts of a framework object, or None if the object
+            does not belong to a framework.
     """
     seen: dict[int, Any] = {}
     todo = deque(roots)

@@ -22,15 +22,15 @@ class Recording:
     """The graph and captured parameters of one run of a function of flat leaves.
 
     Attributes:
-        graph: The graph of the run. ``graph.inputs`` are the leaves and ``graph.outputs`` the
+        graph: The graph of the run. ``graph.inputs`` are the leaves and ``graph.outputs`` are the
             results, including NumPy arrays and Python numbers.
-        refusal: The finding (without a leaf name) for a framework error that ended the run, or
-            None; after an error the graph has no outputs.
+        refusal: The finding for a framework error that ended the run, or None if there was no
+            error. The finding contains no leaf name. After an error, the graph has no outputs.
         parameters: The names and arrays of captured tensors with requires_grad.
-        reads: Maps the id of a tensor that existed before the run to the graph values of the tensor
-            and of tensors that were computed from it before the run.
-        passes: The forward and backward passes at the given values; None if the graph was already
-            freed.
+        reads: Maps the id of a tensor that existed before the run to the graph values of this
+            tensor and of all tensors that were computed from this tensor before the run.
+        passes: The forward and backward passes at the given values; None if the backward pass did
+            not run because the graph was freed.
     """
 
     graph: PlainGraph
@@ -40,5 +40,5 @@ class Recording:
     passes: PassesAtValues | None = field(default_factory=PassesAtValues)
 
     def numbers(self, array: Any) -> Sequence[int]:
-        """Returns the values through which the gradient of a captured array flows."""
+        """Returns the graph values through which the gradient of a captured array is computed."""
         return self.reads.get(id(array), ())

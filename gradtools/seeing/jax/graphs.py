@@ -1,13 +1,13 @@
 """Converts a jaxpr to a `Graph`.
 
-Each equation becomes a node and each variable a value; the jaxprs of loops, branches and calls
-become bodies. Links are differentiable between inexact arrays and cut otherwise, except as
+Each equation becomes a node, and each variable becomes a value. The jaxprs of loops, branches and
+calls become bodies. Links are differentiable between inexact arrays and cut otherwise, except as
 documented here and in `reachability.py`. A custom rule replaces the derivative of its function, so
-cuts inside of the function have no effect. An equation that writes to a mutable reference gives the
-reference a new value.
+cuts inside of the function have no effect. An equation that writes to a mutable reference assigns a
+new value to the reference.
 
 The source line of a node is the innermost line of the user's code. JAX traces its own jitted
-functions once, so their equations get the line of the call.
+functions once, so the equations of these functions get the line of the call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def graph_of(
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
         names: The names of the inputs of the jaxpr, such as "argument 0['w']".
-        captured: Names of closed-over constants, by ``id`` of the array.
+        captured: Maps the ``id`` of a closed-over array to the name of the array.
 
     Returns:
-        The graph. ``captured`` contains the constants: closed-over arrays with their names, and
-        literals with their values as names.
+        The graph. ``graph.captured`` contains the closed-over arrays and the literals. The name of
+        a literal is its value.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
@@ -64,7 +64,7 @@ def graph_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """The source line, modules and pass around a jaxpr.
+    """The source line, modules and pass that contain a jaxpr.
 
     Attributes:
         site: The user's line that called a function of JAX; None inside of the user's functions.
@@ -107,7 +107,7 @@ class _JaxprReader:
         rule = eqn.params["rule"] if _is_ours(eqn) else None
         user_functions = rule.user_functions if rule is not None else ()
         source = source_lines.source(eqn, place.site)
-        if source is None and user_functions:  # JAX has no line of the call
+        if source is None and user_functions:  # JAX recorded no line of the call
             source = source_of(user_functions[-1])
         node = Node(
             **_described(eqn),
@@ -134,7 +134,7 @@ class _JaxprReader:
         return Body(self._known[key][1], tuple(body.inputs), body.carries, body.gate, skippable)
 
     def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
-        """Computes the links of an equation; None if its bodies determine the links."""
+        """Computes the links of an equation; returns None if its bodies determine the links."""
         name = eqn.primitive.name
         if inner and not jaxprs.is_ruled(eqn):
             return None
@@ -187,7 +187,7 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """Formats the contents of a small array, which become the name of a constant."""
+    """Formats the contents of a small array, for use as the name of a constant."""
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
@@ -241,12 +241,15 @@ def _described(eqn: Eqn) -> dict[str, Any]:
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Returns whether an equation is a gradtools rule; custom_vmap also has a "rule" parameter."""
+    """Returns whether an equation is a gradtools rule.
+
+    The name is tested because equations of custom_vmap also have a "rule" parameter.
+    """
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
 
 
 def _edit(eqn: Eqn) -> str:
-    """Returns the name of a reverse-only gradient edit; "" for other equations.
+    """Returns the name of the edit if the equation is a reverse-only gradient edit, otherwise "".
 
     The other inputs of a gradient edit only affect the cotangent, so their links are cut.
     """
@@ -297,7 +300,7 @@ _OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """Returns the context of an equation's bodies, with modules from scopes or stack frames."""
+    """Returns the `_Place` of an equation's bodies; reads modules from scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

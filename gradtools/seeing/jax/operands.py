@@ -164,9 +164,9 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
 }
 _RENAMED = {"dimension": "axis", "new_dtype": "dtype", "slice_sizes": "sizes"}
-# Primitives of which only the parameter "name" is an attribute.
+# Primitives with a single attribute, the parameter "name".
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
-# Parameters that are no attributes: placement, precision, and data on inner jaxprs.
+# Parameters that are not attributes: placement, precision, and data about inner jaxprs.
 _UNSAID = """
 accuracy sharding out_sharding out_dtype preferred_element_type precision weak_type dimensions rule
 input_dtype index_dtype linear unroll debug_info in_tree out_tree ctx_mesh inline keep_unused

@@ -1,8 +1,9 @@
 """Records the forward and backward passes of a JAX program, as a graph or at given values.
 
-The jaxpr is evaluated inside of `jax.vjp`, each equation in a named scope with its index. JAX
-copies the scope to all forward and backward equations that are derived from the equation, so each
-derived equation gets the source line, modules and mark of the original equation.
+The jaxpr is evaluated inside of `jax.vjp`. Each equation is evaluated in a named scope that
+contains the index of the equation. JAX copies the scope to all forward and backward equations that
+are derived from the equation, so each derived equation gets the source line, modules and mark of
+the original equation.
 
 An equation that depends on an output cotangent belongs to the backward pass; an equation that
 depends on the cotangent of a gradient belongs to the backward of the backward. All other equations
@@ -57,14 +58,14 @@ _STEP = "gradtools_step_"
 def differentiated(
     closed: Any, leaves: int, wrt: Sequence[int], outs: Sequence[int], order: int = BACKWARD
 ) -> Callable[..., list[Any]]:
-    """Returns a function of all passes: (leaves, cotangents) -> (outputs, gradients).
+    """Returns a function that runs all passes: (leaves, cotangents) -> (outputs, gradients).
 
     Args:
         closed: The closed jaxpr of the forward pass.
         leaves: The number of inputs of the jaxpr.
         wrt: The positions of the differentiated inputs.
         outs: The positions of the outputs that have a cotangent.
-        order: 1 with backward, 2 with backward of the backward.
+        order: 1 for the backward pass, 2 to add the backward of the backward.
     """
 
     def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
@@ -131,7 +132,8 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     """Returns the forward and backward passes of a program as one graph.
 
-    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
+    order: 0 for the forward pass, 1 to add the backward pass, 2 to add the backward of the
+        backward.
     """
     try:
         traced = trace(program.run, program.leaves)
@@ -193,7 +195,8 @@ def _in_passes(
 ) -> PlainGraph:
     """Assigns nodes to passes; backward nodes get the source line of their forward node.
 
-    entering, names: The pass that first reads each input, and the names of the outputs.
+    entering: The pass that first reads each input.
+    names: The names of the outputs.
     """
     phase_of = dict(zip(whole.inputs, entering, strict=True))
     phases = _phases(whole, phase_of)
@@ -223,7 +226,7 @@ def _in_passes(
     return with_named_outputs(whole, [name for _, name in ends])
 
 
-# A rule replaces the derivatives of operations inside nodes with these marks.
+# Marks of nodes in which a rule replaces the derivatives of the operations.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
@@ -278,7 +281,7 @@ def passes_at(
         forward: The graph of the jaxpr.
         leaves: The values of the program's inputs.
         wrt: The positions of the differentiated leaves.
-        outs: The outputs that have a cotangent.
+        outs: The positions of the outputs that have a cotangent.
     """
     run = differentiated(closed, len(leaves), wrt, outs)
     args = [*leaves, *_seeds([closed.out_avals[k] for k in outs])]
@@ -304,7 +307,7 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """Returns the node to report: `origin`, or a copy of `node` if `origin` has bodies."""
+    """Returns the node to report: `origin`, or a copy of `node` if `origin` contains bodies."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)

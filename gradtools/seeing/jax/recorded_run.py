@@ -1,7 +1,7 @@
 """`record` for JAX traces a program and returns the jaxpr as a graph.
 
-An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); this conversion
-is reported as the finding.
+If NumPy, float or item converts an array, the trace ends (`tracing.py`), and the conversion is
+reported as the finding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the source lines and modules of JAX equations.
 
 `gradtools.code_origin` classifies stack frames. The source line of an equation is the innermost
-line of the user's code, or else of an installed package. JAX keeps each equation's stack up to the
-start of the trace.
+line of the user's code or, if the stack contains no such line, of an installed package. JAX stores
+the stack of each equation up to the start of the trace.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     """Returns the innermost line of the user's code in the stack of an equation.
 
     A stack ends at the start of the trace, so equations of a library's jitted function may have no
-    line of the user's code. In this case, returns `site`, the line of the call, or a line of an
-    installed package.
+    line of the user's code. In this case, the function returns `site` (the line of the call) or, if
+    `site` is None, a line of an installed package.
     """
     package: Source | None = None
     for frame in stack_of(eqn):
@@ -50,13 +50,13 @@ def _line(frame: Any) -> Source:
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
-    """Returns the innermost user line in the traceback of an error, and the running modules."""
+    """Returns the innermost user line and the names of the modules in an error's traceback."""
     modules = [name for function, file in functions_in(error) for name in _module(function, file)]
     return innermost(lines_of(error), PACKAGE), tuple(modules)
 
 
 def is_own(jaxpr: Any) -> bool | None:
-    """Returns whether a jaxpr's function belongs to a library; None if unknown."""
+    """Returns whether a jaxpr's function belongs to a library, or None if this is unknown."""
     where = file_of(jaxpr)
     return is_in(_LIBRARIES, where) if where else None
 

@@ -39,7 +39,7 @@ LEAVING = (
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced program and its outputs that are not JAX arrays.
+    """A traced program, and the indices of its outputs that are not JAX arrays.
 
     Attributes:
         closed: The closed jaxpr of the program.
@@ -102,7 +102,7 @@ def what_left(error: Exception) -> Finding | None:
 def captured_arrays(run: Run) -> dict[int, str]:
     """Maps the ids of the arrays that a function captures to their names."""
     owner = getattr(run, "__self__", None)
-    start = getattr(owner, "f", run)  # the user's function without arguments
+    start = getattr(owner, "f", run)  # the user's f, without its arguments
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     result: dict[int, str] = {}
     for x, name in named_objects([(start, ""), (type(start).__call__, "")], is_array):
@@ -223,18 +223,18 @@ class _AnsweringTracer(Tracer):
         return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the value if JAX itself converts the tracer; raises an error in user code."""
+        """Returns the value if JAX converts the tracer; raises an error if the user converts it."""
         return (
             self.front.answer(self) if called_by_jax(1) else self.inner.__array__(*args, **kwargs)
         )
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """Returns a function that returns the wrapped tracer, for tracers in closures.
+        """Returns a function that JAX calls to get the wrapped tracer of a tracer in a closure.
 
         JAX reads this attribute of every array, because some arrays are symbolic dimensions.
-        Integers may be used as shapes, so they raise AttributeError, and JAX then requests the
-        value.
+        Integers may be used as shapes, so integer tracers raise AttributeError, and JAX then
+        requests the value.
         """
         if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
@@ -245,7 +245,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _leaving(name: str) -> Callable[..., Any]:
-    """Returns a conversion method that raises the error of the wrapped tracer's method."""
+    """Returns a method that calls the wrapped tracer's conversion, which raises an error."""
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 

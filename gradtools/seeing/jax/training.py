@@ -67,7 +67,7 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Returns whether f captures no module, so that its arguments are the parameters."""
+    """Returns whether f captures no module; then the arguments of f are the parameters."""
     return model_of(f) is None
 
 
@@ -120,7 +120,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # ids of arrays; `raw` has updates equal to the gradient
+    moved, raw = set[int](), set[int]()  # ids of arrays; in `raw`, the update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))

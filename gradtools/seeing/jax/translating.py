@@ -4,8 +4,8 @@ The jaxpr of f is translated equation by equation. Values that do not depend on 
 computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)
 if the vocabulary contains this name; otherwise the equation becomes an opaque operation. Loops,
 branches, functions with custom rules, and JAX functions with an opaque part also become opaque
-operations, because a name such as `solve` is more readable than LU factors. A random draw is a
-constant.
+operations, because a name such as `solve` is more readable than LU factors. Random draws are
+constants.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns outputs and gradients of f computed by JAX; with directions, also second derivatives.
+    """Returns outputs and gradients of f; if `point` has directions, also second derivatives.
 
     active: The positions of the differentiated inputs.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -149,7 +149,7 @@ class _Translator:
         return self._named(eqn, entries, shown)
 
     def _read(self, eqn: Any, entries: Sequence[Entry]) -> Sequence[Expr | None] | None:
-        """Translates an equation by the vocabulary; None if the vocabulary lacks the operation."""
+        """Translates an equation; returns None if the vocabulary does not contain the operation."""
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
         if eqn.primitive.name == "gather":
@@ -160,7 +160,7 @@ class _Translator:
         return translated(operands.name_of(eqn), xs, attributes, likes, self.value_of)
 
     def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
-        """Translates x[i], take_along_axis and x[arange(n), i]; None for other gathers."""
+        """Translates x[i], take_along_axis and x[arange(n), i]; returns None for other gathers."""
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
         axes, batched = tuple(d.start_index_map), tuple(d.operand_batching_dims)
         sizes = np.array(eqn.params["slice_sizes"])
@@ -209,7 +209,7 @@ class _Translator:
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Translates a call to a known or an opaque operation, or inlines it."""
+        """Inlines a call, or translates it to an opaque operation or to one_hot or logaddexp."""
         (program,) = jaxprs.programs_of(eqn)
         jaxpr = program.jaxpr
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)

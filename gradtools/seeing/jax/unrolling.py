@@ -1,7 +1,7 @@
 """Evaluates a jaxpr at given values, including the operations of calls, branches and loops.
 
 `why_zero` (`passes.py`) uses this module to examine the passes of a program, and `first_divergence`
-to compare the values of two programs.
+uses this module to compare the values of two programs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Unrolling(Generic[V, P, J]):
     """Evaluates a jaxpr equation by equation; subclasses record the operations.
 
     Attributes:
-        longest: The maximum number of equations of an unrolled loop. A longer scan and the
-            remaining iterations of a longer while loop are each one operation.
+        longest: The maximum number of equations of an unrolled loop. A longer scan is evaluated as
+            one operation. In a longer while loop, the remaining iterations are evaluated as one
+            operation.
     """
 
     longest = 2000
@@ -93,7 +94,7 @@ class Unrolling(Generic[V, P, J]):
     def _scan(self, eqn: Any, xs: list[V], at: P) -> list[V]:
         held, length = jaxprs.programs_of(eqn)[0], eqn.params["length"]
         count, carried = jaxprs.scan_counts(eqn)
-        # With an array as index, JAX compiles once for all rows.
+        # If the index is an array, JAX compiles the operation only once for all rows.
         index = lambda x, i: jax.lax.dynamic_index_in_dim(x, jnp.asarray(i), keepdims=False)
         rows = lambda x: [index(x[0], i) for i in range(length)]
         columns = [self.operation(at, "row", rows, [x]) for x in xs[count + carried :]]

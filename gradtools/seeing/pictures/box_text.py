@@ -16,7 +16,7 @@ from gradtools.seeing.graphs.outline import Block, Box
 TITLE, LINE = 13.0, 11.0
 _ADVANCE = 0.615  # the width of a letter relative to the font size: 0.602 in DejaVu Sans Mono
 _LONGEST = {"title": 30, "line": 34}
-_MOST_LINES = 4  # maximum lines per text; longer text is shortened in the middle
+_MOST_LINES = 4  # maximum number of lines; longer text is shortened in the middle
 _PAD_X, _PAD_Y = 12.0, 8.0
 _HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5}
 _CLOSED = "▸ "
@@ -24,7 +24,7 @@ _CLOSED = "▸ "
 
 @dataclass(frozen=True)
 class Row:
-    """A line of text with its style and the distance of its baseline from the top of the card."""
+    """A line of text with its style and the distance of its baseline from the top of the box."""
 
     text: str
     style: str
@@ -41,7 +41,7 @@ class Card:
 
 
 def card_of(item: Box | Block) -> Card:
-    """Returns the card of a box or of a collapsed block."""
+    """Returns the lines of text and the size of a box or of a collapsed block."""
     titles = [*_lines(item.heading if isinstance(item, Box) else item.title, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]

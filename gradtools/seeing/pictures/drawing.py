@@ -36,7 +36,7 @@ def to_svg(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """Draws a graph as SVG; needs ``gradtools[svg]``.
+    """Draws a graph as SVG; requires ``gradtools[svg]``.
 
     Args:
         graph: The graph.
@@ -63,7 +63,7 @@ def _check_theme(caller: str, theme: str) -> None:
 
 
 def interpreter() -> Any:
-    """Returns a JavaScript context with the layout and markup scripts, for this thread only."""
+    """Returns a JavaScript context with the layout and markup scripts, for use in this thread."""
     try:
         import quickjs
     except ModuleNotFoundError:

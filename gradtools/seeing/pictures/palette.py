@@ -1,9 +1,9 @@
-"""The colours of the pictures, for light and for dark backgrounds.
+"""The colors of the pictures, for light and for dark backgrounds.
 
-The passes are blue, orange and a purple of another lightness, after Okabe and Ito (2008), so that
-readers with any type of colour vision can distinguish the passes (a test simulates each type). No
-information is shown by colour only: each pass is a column with a title, cuts have a cross and a
-reason, residuals are dashed, and marks are words.
+The colors of the passes are blue, orange and a purple of different lightness, after Okabe and Ito
+(2008), so that readers with any type of color vision can distinguish the passes (a test simulates
+each type). No information is shown by color only: each pass is a column with a title, edges that
+lose a gradient have a cross and a reason, residuals are dashed, and marks are words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtools.seeing.pictures.page_data import script
 
 @dataclass(frozen=True)
 class Colours:
-    """The colours of a theme; each pass has a pair of edge and fill colours."""
+    """The colors of a theme; each pass has an edge color and a fill color."""
 
     paper: str
     ink: str
@@ -64,7 +64,7 @@ def style_sheet(theme: str = "auto") -> str:
 def page_style(css: str) -> str:
     """Returns the CSS of an HTML page; ``data-theme`` overrides the setting of the system.
 
-    css: The style sheet of the page, which uses the colours as CSS variables.
+    css: The style sheet of the page, which uses the colors as CSS variables.
     """
     light, dark = (
         f"--ink: {c.ink}; --paper: {c.paper}; --frame: {c.frame}; --faint: {c.faint}; "

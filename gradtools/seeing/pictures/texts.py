@@ -1,7 +1,7 @@
 """Formats a graph as text for terminals, Mermaid and Graphviz.
 
-In terminal text, values are named by letters. A line is an assignment with the shape of the value
-and the bytes that are saved for a later pass::
+In terminal text, values are named by letters. A line contains an assignment, the shape of the value
+and, if the value is saved for a later pass, its size in bytes::
 
     forward
       a = argument 0           8×4 float32

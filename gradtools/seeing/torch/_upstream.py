@@ -25,7 +25,7 @@ custom_function_call is the operator that torch.func calls instead of `Function.
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that does not import dynamo, because this import takes longer than a run.
+    """A dispatch mode that does not import dynamo, whose import takes longer than a run.
 
     The mode never runs inside of compiled code.
     """
@@ -38,18 +38,22 @@ class Watching(TorchDispatchMode):
 _SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
 Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
-"""The classes whose `apply` is patched, so that recorders also record a bound `Function.apply`.
-Since PyTorch 2.14 `torch.autograd.Function` has its own `apply` in C."""
+"""The classes whose `apply` is patched, so that calls through a stored reference to
+`Function.apply` are also recorded. Since PyTorch 2.14 `torch.autograd.Function` has its own `apply`
+in C."""
 
 
 def is_inside_autograd() -> bool:
-    """Returns whether autograd dispatched the operation; False for the detach of saved tensors."""
+    """Returns whether autograd dispatched the running operation.
+
+    The result is False if autograd itself detaches a saved tensor.
+    """
     excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
     return excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Returns the running backward node, which gives its operations the forward source line."""
+"""Returns the running backward node, which identifies the forward operation."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Returns the schema of an operator: its name and the names of its arguments."""

@@ -1,7 +1,7 @@
 """Reads the autograd graph of existing tensors.
 
-No program runs. Autograd nodes are visited from the results to the leaves, and listed in forward
-order. Each edge is a tensor with a derivative; constants are not in the autograd graph.
+No program runs. Autograd nodes are visited from the results to the leaves, and are listed in
+forward order. Each edge is a tensor with a derivative; constants are not in the autograd graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
             "detached, or call why_zero, which names the line that stops the gradient."
         )
     values: dict[int, Value] = {}
-    numbers: dict[Any, int] = {}  # value index by (node, output index)
+    numbers: dict[Any, int] = {}  # maps (node, output index) to a value index
     nodes, inputs = list[Node](), list[int]()
 
     def new(x: Any, name: str = "") -> int:

@@ -5,9 +5,10 @@ the same mode. The sequence number of the running autograd node identifies the f
 each backward operation gets the source line, modules and mark of the forward operation that it
 differentiates.
 
-A tensor is identified by its id, or as an alias by its storage elements. An in-place write gives
-the tensor a new value index. Views of the tensor get a new value index when they are next read: a
-view is recomputed from its base, and a base is updated at the elements of a written view.
+A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
+An in-place write gives the tensor a new value index. Views of the tensor get a new value index when
+they are next read: a view is recomputed from its base, and a base is updated at the elements of a
+written view.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Tensor = torch.Tensor
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     """Records the passes of a program as a graph; undoes the side effects of the run.
 
-    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
+    order: 0 for the forward pass, 1 to add the backward pass, 2 to add the backward of the
+        backward.
     """
     # fused attention kernels have no second derivative
     kernels = PlainKernels() if order == SECOND else nullcontext()
@@ -116,7 +118,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """Returns the origin of the running operation, or in backward of its forward operation."""
+        """Returns the origin of the operation or, in a backward pass, of its forward operation."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
@@ -131,10 +133,10 @@ class _PassRecorder(RunRecorder):
         return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a torch.autograd.Function and records its operations with the name and mark."""
+        """Runs a torch.autograd.Function and records its operations with its name and mark."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # forward may have no operations
+            for y in tensors_in(out):  # forward may run no operations
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
@@ -159,7 +161,7 @@ class _PassRecorder(RunRecorder):
     # --- the result
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
-        """Returns the recorded graph, without dead code of later passes."""
+        """Returns the recorded graph, without dead code of the backward passes."""
         nodes = [
             replace(node, mark=node.mark or INNER) if made.inner else node
             for made, node in zip(self.made, map(self.linked, self.made), strict=True)

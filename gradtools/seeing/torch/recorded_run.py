@@ -4,7 +4,8 @@ The user's function runs once under the recorders of `recording/`, and its side 
 
 The graph does not show operations of NumPy or Python on data from tensors. To find where such data
 returns to PyTorch, the run is repeated with perturbed numbers at the line of the conversion.
-Numbers and arrays that return with other contents, and outputs that change, depend on this line.
+Any output that changes in this run depends on the line. Any number or array whose contents change
+when it is converted back to a tensor also depends on the line.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recordin
 
 
 def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
-    """Records the backward pass of a run, with cotangent 1 for a real scalar, else random ones."""
+    """Records the backward pass of a run; the cotangent is 1 for a real scalar, else random."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
     # A graph from before the run may be freed, so use its leaves only if f reads no leaf.
@@ -120,7 +121,7 @@ def is_model(x: Any) -> bool:
 
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
-    """Adds links from exits of data to NumPy or Python to the values that depend on the data.
+    """Links conversions to NumPy or Python with the values that depend on the converted data.
 
     If no perturbed run succeeds, or f is not deterministic, every output counts as dependent.
     """
@@ -137,7 +138,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns the indices of exits that may lose a gradient and have no known dependent value."""
+    """Returns the indices of conversions of leaf-dependent values whose dependents are unknown."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -156,12 +157,12 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """Returns the values that change in a run with perturbed numbers at the given exits.
+    """Returns the values that change in a run with perturbed numbers at the conversions `which`.
 
     The result is None if f raises an error for all perturbed numbers.
     """
     changes = None
-    # Large steps may raise errors in f; a clipped value may change in one direction only.
+    # With a large step, f may raise an error. A clipped value may change in one direction only.
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break

@@ -72,8 +72,8 @@ _FUNCTIONS = [_Patch(kind, "apply") for kind in private.Functions]
 def functions_applied(around: Around) -> Iterator[None]:
     """Context manager that patches `Function.apply`; the owner is the class of the Function.
 
-    Before PyTorch 2.14, references to `apply` from before the patch are also intercepted, because
-    the patch is in a base class.
+    Before PyTorch 2.14, references to `apply` that were stored before the patch are also
+    intercepted, because the patch is in a base class.
     """
     with ExitStack() as patches:
         for patch in _FUNCTIONS:

@@ -1,10 +1,10 @@
 """`formula` for PyTorch: records a run of f as expressions, and computes derivatives of f.
 
-The function f runs once at copies of its arguments; its aten operations are recorded and its side
-effects undone. Captured tensors that require grad are differentiated as arguments are. An operation
-outside of the vocabulary is decomposed by PyTorch, and its parts are recorded if all of them are in
-the vocabulary. Otherwise the operation becomes opaque: PyTorch computes and differentiates it. Each
-torch.autograd.Function is an opaque operation.
+The function f runs once at copies of its arguments; its aten operations are recorded, and its side
+effects are undone. Captured tensors that require grad are differentiated like arguments. An
+operation outside of the vocabulary is decomposed by PyTorch, and the parts are recorded if all
+parts are in the vocabulary. Otherwise the operation becomes opaque: PyTorch computes and
+differentiates it. Each torch.autograd.Function is an opaque operation.
 
 An in-place operation gives the tensor a new value. GradtoolsError is raised if f reads a tensor
 after a write to another view of its storage, or draws random numbers inside of an opaque operation.
@@ -44,7 +44,7 @@ from gradtools.torch.operation_marks import plainly
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-Values = Sequence[Expr | None]  # results of an operation; None to skip a result
+Values = Sequence[Expr | None]  # results of an operation; a result that is None is skipped
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -74,7 +74,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns outputs and gradients of f by PyTorch; with directions, also second derivatives.
+    """Returns outputs and gradients of f; if `point` has directions, also second derivatives.
 
     active: The positions of the differentiated inputs and captured tensors.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -211,7 +211,8 @@ class _FormulaRecorder(Recorder[Expr]):
             values = translated(name, operands, attributes, likes, self.value_of)
         if values is None and seeded:  # each evaluation would draw other numbers
             raise GradtoolsError(
-                f"formula: {name} draws random numbers while it computes. Pass them as an argument."
+                f"formula: {name} draws random numbers while it computes. "
+                "Pass the random numbers as an argument."
             )
         if values is None and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)
@@ -230,7 +231,7 @@ class _FormulaRecorder(Recorder[Expr]):
     ) -> tuple[Any, Values] | None:
         """Translates the decomposition of a call if all its operations are in the vocabulary.
 
-        left_out: Tensors that the operation only updates, which are replaced by None.
+        left_out: Tensors that the operation only updates; these arguments are replaced by None.
         """
         decomposed = private.decompositions().get(call.func, call.func.decompose)
         args = [None if any(x is y for y in left_out) else x for x in call.args]
@@ -305,7 +306,7 @@ class _FormulaRecorder(Recorder[Expr]):
             return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
-        """Assigns expressions to tensors, without derivative if grad mode is disabled."""
+        """Assigns expressions to tensors; stops their derivatives if grad mode is disabled."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue
@@ -343,7 +344,10 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
-    """Translates nll_loss to -x[target] per row; None for weights or ignored labels."""
+    """Translates nll_loss to -x[target] per row.
+
+    Returns None if the call has weights or a label equals ignore_index.
+    """
     if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
     losses = -picked(x, target)

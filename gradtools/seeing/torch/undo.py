@@ -61,7 +61,7 @@ class Undo:
         # Maps ids to (tensor, alias of its storage, gradient, requires_grad).
         self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # (contents, copy) by id of storage
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # storage id -> (contents, copy)
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -81,7 +81,7 @@ class Undo:
         self._streams.append(Randomness.everywhere(kinds, generators).restore)
 
     def watch(self, x: Tensor) -> None:
-        """Copies a tensor from before the run and its `.grad`, for `put_back`."""
+        """Copies a tensor and its `.grad`; `put_back` restores both from the copies."""
         with upstream.disable_current_modes(), private.DisableTorchFunction():
             x = unwrapped(x)
             if id(x) in self._tensors:
@@ -120,7 +120,7 @@ class Undo:
 
 
 def _has_storage(x: Tensor) -> bool:
-    """Returns whether x has a storage; sparse tensors and wrapper subclasses do not."""
+    """Returns whether x has a storage; sparse tensors and wrapper subclasses have no storage."""
     return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """Returns f and the non-array leaves of its arguments, with names."""
+    """Returns (object, name) for f and for each leaf of its arguments that is not an array."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]
@@ -152,7 +152,7 @@ def _roots(run: Run) -> list[Named]:
 
 
 def _parts(x: Any, name: str) -> Iterable[Named] | None:
-    """Returns the named attributes of a module; no attributes for objects of libraries."""
+    """Returns a module's named attributes, () for an object of a library, or None otherwise."""
     if isinstance(x, torch.nn.Module):
         before = f"{name}." if name else ""
         slots = [pair for slot in upstream.slots_of(x) for pair in slot.items()]

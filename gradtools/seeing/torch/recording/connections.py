@@ -2,8 +2,8 @@
 
 The recorded operations are aten operations (`run_recorder.py`) with the name of the PyTorch
 function that the user called. A torch.autograd.Function is recorded as a single node. A conversion
-to NumPy or Python is recorded as an exit node; `recorded_run.py` finds the values that depend on
-the converted data.
+to NumPy or Python is recorded as a node; `recorded_run.py` finds the values that depend on the
+converted data.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ class ConnectionRecorder(RunRecorder):
 
     Args:
         undo: Copies of the state that the run may change.
-        replaced: The indices of the exits in `leavings` at which data is perturbed.
+        replaced: The indices in `leavings` of the conversions at which data is perturbed.
         other: The function that perturbs the data.
 
     Attributes:
-        outside: Pairs (source, target) of values: the target depends on the source through NumPy or
-            a Python number.
-        leavings: The exits: nodes of conversions to NumPy or Python.
-        entries: The NumPy and Python data that entered PyTorch after the first exit, to compare two
-            runs: operation name, node or captured value, and fingerprints.
+        outside: Pairs (source, target) of value indices. The target depends on the source through
+            NumPy or a Python number.
+        leavings: The nodes of conversions to NumPy or Python.
+        entries: The NumPy and Python data that operations read after the first conversion, for the
+            comparison of two runs. An entry contains the operation name, the node or the index of
+            the captured value, and fingerprints of the data.
         sizes: Maps value indices to the largest absolute value of the tensor, as in
             `PassesAtValues`.
         refusal: The PyTorch error that ended the run, and the finding that describes the error.
-        leaves: The copies of the leaves that were passed to f, with value indices `inputs`.
-        outs: The results of f, with value indices `outputs`.
+        leaves: The copies of the leaves that were passed to f. Their value indices are in `inputs`.
+        outs: The results of f. Their value indices are in `outputs`.
     """
 
     caller = "why_zero"
@@ -97,10 +98,10 @@ class ConnectionRecorder(RunRecorder):
         self._results: list[Any] = []  # fingerprints of the results of f
         self._scalars: list[int] = []  # value indices of Python numbers read from tensors
         self._is_plain = True  # False inside of torch.func transforms
-        self._edges: dict[int, Edge] = {}  # gradient edges by the id of the tensor
+        self._edges: dict[int, Edge] = {}  # maps the id of a tensor to its gradient edge
 
     def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
-        """Runs a function at copies of its leaves and records the run.
+        """Runs a function with copies of its leaves and records the run.
 
         A PyTorch error about gradients ends the run and is saved in `refusal`.
         """
@@ -172,7 +173,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; records an exit if the operation reads a Python number."""
+        """Records an aten operation, or a conversion if the result is a Python number."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -204,8 +205,8 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # A Function may also read captured tensors, for which it has no derivative unless it is
-            # a reentrant checkpoint, which recomputes its function in backward.
+            # A Function may also read captured tensors. Captured tensors get a gradient only from a
+            # reentrant checkpoint, because a checkpoint recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
             more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
@@ -272,7 +273,7 @@ class ConnectionRecorder(RunRecorder):
     def _leave(
         self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
-        """Adds an exit node, whose output is the converted data."""
+        """Adds the node of a conversion to NumPy or Python; its output is the converted data."""
         about = {"operation": operation, "links": ((_CUT,) * len(numbers),), "loss": loss}
         made = self.add(name, numbers, [value], self.origin(), **about)
         self.leavings += [] if self.phase else [made.node]
@@ -284,7 +285,7 @@ class ConnectionRecorder(RunRecorder):
             self.entries.append((name, of, [*map(_contents, (*data, *made))]))
 
     def changes(self, other: ConnectionRecorder) -> list[int]:
-        """Returns the values that differ in another run with perturbed data at the exits.
+        """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
         A changed result of f is included only if no earlier value differs.
         """
@@ -314,7 +315,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def met(self, x: Tensor) -> int:
-        """Assigns a value index to a captured tensor; records an entry if the tensor is new."""
+        """Assigns a value index to x; adds x to `entries` if x was not reachable before the run."""
         number = super().met(x)
         if id(x) not in self.undo.reachable:
             with self.silent():
@@ -366,7 +367,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph((*joins, *nodes), values, *ends, tuple(self.captured))
 
 
-# Functions whose result has no grad_fn, with the kind of loss.
+# Maps functions whose result has no grad_fn to the kind of loss.
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"

@@ -1,4 +1,4 @@
-"""Context in which a recorder runs the user's function and undoes its side effects.
+"""Context managers for recorded runs, which undo the side effects of the user's function.
 
 Compiled code runs eagerly, and control-flow operators run as Python loops and branches.
 """
@@ -26,7 +26,7 @@ _here = threading.local()
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     """Context manager that allows one recorded run in this thread, and undoes its side effects.
 
-    what: The subject of the error message if no run can be recorded.
+    what: The subject of the error message, such as "a run", if no run can be recorded.
     """
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     if inside or getattr(_here, "recording", False):

@@ -125,7 +125,7 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains
 
 
 def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
-    """Returns the reason, a key of `KINDS`, why an operation has no derivative.
+    """Returns the reason why an operation has no derivative, as a key of `KINDS`.
 
     Args:
         name: The name of the operation, as returned by `name_of`.

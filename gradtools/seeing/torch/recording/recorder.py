@@ -57,7 +57,7 @@ class Recorder(Generic[V]):
     Attributes:
         caller: The name of the operator, for error messages.
         levels: The intercepted levels, outermost first.
-        values: Maps each value index to the shape, dtype and name.
+        values: Maps each value index to the shape, dtype and name of the value.
         captured: Maps value indices to the tensors that existed before the run.
         names: Maps the ids of captured tensors to their names.
         scope: The names of the running modules, outermost first, relative to the parent module.
@@ -92,7 +92,7 @@ class Recorder(Generic[V]):
     def _modules_followed(self) -> Iterator[None]:
         """Context manager that updates `scope` when this thread calls a module."""
         thread = threading.get_ident()
-        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # (module, scope before)
+        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # (module, previous scope)
         names: dict[int, dict[int, str]] = {}  # submodule names of each module, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:
@@ -123,7 +123,8 @@ class Recorder(Generic[V]):
     def origin(self) -> Origin:
         """Returns the source line and modules of the running operation.
 
-        The source line is the innermost line of the user's code, or else of an installed package.
+        The source line is the innermost line of the user's code or, if the stack contains no such
+        line, of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
@@ -138,7 +139,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """Context manager for the run of a torch.autograd.Function with the given name."""
+        """Context manager that adds a torch.autograd.Function to `rules` while it runs."""
         self.rules.append((name, mark))
         try:
             yield
@@ -178,7 +179,7 @@ class Recorder(Generic[V]):
         return value
 
     def met(self, x: Tensor) -> V:
-        """Returns a value for a tensor that existed before the run or was created unrecorded."""
+        """Returns a value for a tensor that existed before the run or was not recorded."""
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:

@@ -1,8 +1,9 @@
 """Records the aten operations of a PyTorch run as graph nodes.
 
-A tensor is identified by its id, or as an alias by its storage elements. An in-place write gives
-the tensor a new value index. Views of the tensor get a new value index when they are next read: a
-view is recomputed from its base, and a base is updated at the elements of a written view.
+A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
+An in-place write gives the tensor a new value index. Views of the tensor get a new value index when
+they are next read: a view is recomputed from its base, and a base is updated at the elements of a
+written view.
 
 An operation propagates a derivative if its results require grad when they are next read.
 """
@@ -42,7 +43,7 @@ class RecordedNode:
         node: The graph node; `node.links` is None if the links are not yet known.
         name: The aten name without the underscore of in-place variants.
         grad_enabled: Whether grad mode was enabled.
-        inner: Whether the node is part of a derivative inside of f.
+        inner: Whether the operation ran in a backward pass that f itself started.
         written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
         known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the
@@ -239,7 +240,7 @@ class RunRecorder(Recorder[int]):
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns a forward node with links, weakened if the operation has no derivative.
+        """Adds links to a forward node; the links are weak if the operation has no derivative.
 
         Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """

@@ -1,6 +1,6 @@
 """A table of tensors and their values, with a log of in-place writes per storage.
 
-A tensor is identified by its id, or as an alias of a known tensor with the same storage elements.
+A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
 Each storage has a log of in-place writes, which updates the value of a tensor on its next read.
 """
 
@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class KnownTensor(Generic[V]):
-    """A tensor with its value, the id of its storage, and the number of writes it includes."""
+    """A tensor with its value, the id of its storage, and the number of writes in its value."""
 
     tensor: Tensor
     value: V
@@ -34,7 +34,7 @@ class KnownTensor(Generic[V]):
 
 @dataclass(frozen=True)
 class Write(Generic[V]):
-    """A logged in-place write: the tensor, its new value, and data on the call."""
+    """A logged in-place write: the tensor, its new value, and data about the call."""
 
     tensor: Tensor
     value: V
@@ -69,7 +69,7 @@ class TensorTable(Generic[V]):
         return self._known.get(id(x))
 
     def find(self, x: Tensor) -> KnownTensor[V] | None:
-        """Returns the table entry of x, or of an alias of the same elements, or None."""
+        """Returns the table entry of x or of an alias with the same elements, or None."""
         known = self._known.get(id(x))
         if known is None or known.memory != memory_of(x):  # x.data was assigned
             known = self._alike.get(view_of(x))
@@ -90,11 +90,11 @@ class TensorTable(Generic[V]):
         return known
 
     def memory(self, x: Tensor) -> Memory[V] | None:
-        """Returns the `Memory` of the storage of x, or None if unknown."""
+        """Returns the `Memory` of the storage of x, or None if the storage is unknown."""
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and assigns `value` to x; `by` is data on the call."""
+        """Logs an in-place write to x and assigns `value` to x; `by` is data about the call."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)
@@ -127,7 +127,7 @@ def size_of(x: Tensor) -> float | None:
 
 
 def numbers_in(x: Tensor) -> str:
-    """Formats the contents of a small tensor, which become the name of a constant."""
+    """Formats the contents of a small tensor, for use as the name of a constant."""
     if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases as slow or as a sweep by the marks on their test functions."""
+    """Mark test cases as slow or as a sweep, as the marks of their test functions specify."""
     tiers.mark_tiers(items)
 
 
@@ -154,9 +154,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def what_stays_is_not_collected_again() -> None:
     """Freeze cached objects before each module; JAX's caches contain millions of objects.
 
-    A test that counts or collects objects considers only newer objects. Compiled code is dropped,
-    because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is replaced,
-    because it takes half a second and `measure` only needs to know that it is nonzero.
+    A test that counts or collects objects then processes only newer objects. Compiled code is
+    dropped, because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is
+    replaced, because it takes half a second and `measure` only needs to know that it is nonzero.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
@@ -243,7 +243,7 @@ def torch_device(device: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that leaves a level, a mode or a default changed.
+    """Fail a test that changes a level, a mode or a default and does not restore it.
 
     Changes between two tests, such as changes during garbage collection, fail the later test.
     """

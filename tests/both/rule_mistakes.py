@@ -27,7 +27,7 @@ right = RIGHT.add
 def mistake(name: str, *says: str, only: str = "") -> Any:
     """Register a program whose check must raise an error that contains `says`.
 
-    `only` names the backend that allows the mistake, where one alone does.
+    If only one backend allows the mistake, `only` is the name of that backend.
     """
     return MISTAKES.add(name, says, only)
 

@@ -1,4 +1,4 @@
-"""Formulas of the same function in PyTorch and in JAX are equal texts.
+"""The formulas of a function in PyTorch and in JAX are equal strings.
 
 Each function is written once, with ``gt.xp``.
 """
@@ -152,7 +152,7 @@ FUNCTIONS: dict[str, Written] = {
     "attention of a batch": Written(attention, (real(2, 5, 4), real(2, 5, 4), real(2, 5, 4))),
 }
 
-# Operations that the formula writes by their names because it has no algebra for them.
+# Operations that a formula shows by name because they have no symbolic form.
 BY_NAME = {
     "solve": ("solve",),
 }

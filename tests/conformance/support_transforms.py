@@ -27,10 +27,10 @@ class Transform:
 
     Attributes:
         name: The name in the table.
-        order: The order of its derivatives.
-        run: Yields the pairs of computed and expected values.
-        backend: The only backend that has the transform; None for both.
-        halves: Whether it needs a function of two arguments.
+        order: The highest order of derivative that the transform computes.
+        run: A function of a `Case` that yields pairs of computed and expected values.
+        backend: The only backend that has the transform, or None if both backends have it.
+        halves: Whether the transform needs a function of two arguments.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Case:
 
 
 def nth(api: Any, mix: str, f: Any, x: Any, along: list[Any]) -> Any:
-    """Nested derivatives of f along the directions; the first letter of `mix` is the outermost."""
+    """Return the nested derivative of f with the modes in `mix`, from the outermost inward."""
     if not mix:
         return f(x)
     inner = lambda x: nth(api, mix[1:], f, x, along[1:])

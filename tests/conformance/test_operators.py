@@ -5,8 +5,8 @@ The programs are the records of `scenario_table.py`. Each program f becomes the 
     L(x) = sum over outputs of Re<w, y> + |y|^2 / 2,    y = f(x)
 
 of its floating-point leaves x, with fixed weights w. `Plain` computes derivatives of the loss with
-the framework's own transforms in the complex convention of gradtools. Each operator is one function
-of the case that yields its results and the expected values.
+the framework's own transforms in the complex convention of gradtools. For each operator, one
+function of the case yields the computed and the expected values.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Case:
         return [y for y in self._waist.flatten(out)[0] if self._waist.is_inexact(y)]
 
     def total(self, ys: list[Any]) -> Any:
-        """Return the loss of the outputs ys."""
+        """Return the loss L as a function of the outputs ys."""
         xp, is_complex = self.gt.xp, self._waist.is_complex
         return sum(
             xp.sum(
@@ -180,7 +180,7 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 
 def _same(c: Case, p: Plain) -> Pairs:
-    """Operators that keep the values and derivatives of f unchanged, up to second order."""
+    """Compare the operators that change neither the values nor the derivatives of f."""
     if c.backend == "jax" and c.program.name in UNMAPPED:
         return
     wraps = {
@@ -218,7 +218,7 @@ def _edits(c: Case, p: Plain) -> Pairs:
 
 
 def _players(c: Case, p: Plain) -> Pairs:
-    """L(x) s for a minimizing player x and a maximizing player s; a mixed partial derivative."""
+    """Compare the gradients of the game L(x) s and a mixed partial derivative."""
     one, n = c.gt.asarray(np.asarray(1.5)), len(c.xs)
     game = c.gt.minimax_value_and_grad(lambda *a: c.loss(*a[:-1]) * a[-1], c.argnums, n)
     value, grads = game(*c.xs, one)

@@ -40,12 +40,12 @@ LEFT_OUT = re.compile(r"^  left out: (.*)", re.MULTILINE)
 
 
 def masked(printed: str) -> str:
-    """Replace the numbers in the output, whose last digits may differ."""
+    """Replace the numbers in the output, because their last digits may differ."""
     return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?%?", "#", re.sub(r" +", " ", printed))
 
 
 def sections(printed: str) -> dict[str, str]:
-    """Return the output under each heading: torch, jax or both."""
+    """Return the printed output under each of the headings torch, jax and both."""
     parts = re.split(r"^(torch|jax|both):\n", printed, flags=re.MULTILINE)
     assert parts[0] == "", printed
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -143,7 +143,7 @@ def run(monkeypatch, capsys, quick_by_hand):
 
 @pytest.fixture
 def asked(pytestconfig):
-    """The value of --backend: both, unless only one backend is available or wanted."""
+    """The value of --backend, which is "both" unless only one backend is available or selected."""
     wanted = wanted_backends(pytestconfig)
     return wanted[0] if len(wanted) == 1 else "both"
 

@@ -1,9 +1,10 @@
 """Many calls of each operator leak no storage, objects or compiled functions.
 
-After warm-up calls, three series of calls run, and one of them must not increase any count, because
-a leak grows in each series. Each call uses the operator twice: once as a function made before the
-loop, as in training, and once as a new function, which is the harder case for caches. Cheap
-operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every operator.
+After warm-up calls, three series of calls run, and at least one series must increase no count,
+because a leak would increase a count in each. Each call uses the operator twice: with a function
+created before the loop, as in training, and with a new function, for which caches have no entry.
+Cheap operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every
+operator.
 """
 
 from __future__ import annotations

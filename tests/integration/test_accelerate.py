@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 @pytest.fixture(autouse=True)
 def one_accelerator():
-    """Reset accelerate's global state around each test, which the Trainer shares."""
+    """Reset the global state of accelerate before and after each test."""
     _forget()
     yield
     _forget()

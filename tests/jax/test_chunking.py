@@ -1,4 +1,4 @@
-"""Chunks in JAX compared with a plain loop over chunks that keeps every graph."""
+"""`chunked` in JAX, compared with a plain loop over chunks that saves all residuals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """Return the gradient and both mixed-mode Hessian-vector products along the arguments."""
+    """Return the gradient and two Hessian-vector products, whose vectors are the arguments."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(
@@ -72,7 +72,7 @@ def second(loss, *args):
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
-    """The chunks are 4, 4, 4 and 3 examples; the second and third form one run of saved chunks."""
+    """The chunks are 4, 4, 4 and 3 examples; the second and third run in one scan."""
     x = jnp.arange(15.0)
     run = gt.chunked(jnp.sin, 4, interleaved=True)
     same(run(x), jnp.sin(x))
@@ -174,7 +174,8 @@ def test_a_carry_goes_through_the_chunks_once(chunk_size, interleaved):
 
     def loss(run, w, x):
         out, state = run(w, x)
-        return contrast(out) + jnp.sum(state["mean"] ** 2), state  # the state has no path to w
+        # the gradient does not propagate through the state
+        return contrast(out) + jnp.sum(state["mean"] ** 2), state
 
     constant = lambda w, x: (lambda out, state: (out, jax.lax.stop_gradient(state)))(*plain(w, x))
 
@@ -356,7 +357,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):
-    """Return how many arrays a second derivative keeps for each further chunk."""
+    """Return the number of arrays that a second derivative saves for each additional chunk."""
     layers = jnp.ones((depth, 64, 64), "float32") / 64
 
     def f(x):
@@ -382,7 +383,7 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    # jax.checkpoint on each chunk keeps as many arrays
+    # a loop with jax.checkpoint of each chunk saves as many arrays
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 

@@ -26,8 +26,8 @@ F64 = jnp.float64
 class Loop:
     """A model and its training loss: `loss(model)` is differentiated.
 
-    tx: The optax transformation of the plain steps.
-    given: The optimizer that why_zero gets, if it is not tx.
+    tx: The optax transformation of the plain training steps.
+    given: The optimizer that is passed to why_zero; defaults to tx.
     """
 
     model: Any

@@ -1,4 +1,4 @@
-"""Recomputation in JAX of loops, modules and weights."""
+"""Recomputation in JAX with modules, exceptions and arrays that change between the passes."""
 
 from __future__ import annotations
 

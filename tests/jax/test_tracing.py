@@ -1,4 +1,4 @@
-"""Connectedness in JAX is data flow through the jaxpr without the operations of the cut table."""
+"""In JAX, data flow connects an input to an output unless an operation cuts the gradient."""
 
 import inspect
 
@@ -39,12 +39,12 @@ def losses_of(f, *args):
 
 
 def reached(jaxpr):
-    """Return for each input whether it reaches an output of the jaxpr."""
+    """Return for each input whether an output of the jaxpr depends on the input."""
     return [any(column) for column in zip(*reached_matrix(jaxpr), strict=True)]
 
 
 def connected(f, *args):
-    """Return for each input whether it reaches an output of the graph without a cut."""
+    """Return for each input whether an output depends on the input by a path without a cut."""
     rows = dependence_matrix(graph_of(jaxpr_of(f, *args)))
     return [max(column) > Dependence.CUT for column in zip(*rows, strict=True)]
 
@@ -88,7 +88,7 @@ def newton(theta):
 
 
 def slow_carry(x):
-    """Data from the first carry needs three iterations to reach the last carry."""
+    """Return the last carry, which depends on the first carry after three iterations."""
     return lax.fori_loop(0, 9, lambda _, c: (c[0], c[0], c[1], c[2]), (x, 0 * ONE, ONE, ONE))[3]
 
 
@@ -231,7 +231,7 @@ def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
 
 
 def test_a_jaxpr_that_shares_its_bodies_is_read_in_linear_time():
-    """Twelve nested calls, each made twice: without sharing these are 2**12 equations."""
+    """Without sharing, twelve nested functions that are each called twice have 2**12 equations."""
     f = jnp.sin
     for _ in range(12):
         f = jax.jit(lambda x, g=f: g(x) + g(x))

@@ -49,7 +49,7 @@ def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
         return lift(backend_name, x)
 
     array(np.ones(1))
-    # importing them draws random numbers and adds warning filters
+    # the import of these modules draws random numbers and adds warning filters
     for library in ("flax.linen", "scipy.sparse"):
         with suppress(ImportError):
             import_module(library)

@@ -1,6 +1,6 @@
 """Each use case at a size that can be checked by hand, in both backends.
 
-The expected values are closed forms in NumPy, so they use none of the tested code.
+The expected values are closed forms in NumPy, so the expected values use none of the tested code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RTOL = 1e-12
 
 
 def agree(gt, found, expected):
-    """Compare the values, dtype and shape of one array."""
+    """Compare an array with its expected values, dtype and shape."""
     expected = np.asarray(expected)
     found = gt.to_numpy(found)
     assert found.shape == expected.shape and found.dtype == expected.dtype
@@ -154,7 +154,7 @@ def test_u4_a_list_of_directions_gives_a_list(gt, yzu, rng):
 
 
 def test_u3_a_further_function_of_the_slopes_is_differentiated(gt, yzu):
-    """The loss is g = sum of squared slopes; dg/dy is the second derivative along 2 (d/dz) f."""
+    """The loss g is the sum of (df/dz)^2, so dg/dy is a second derivative along 2 df/dz."""
     y, z, _ = yzu
     g = np.exp(z.sum(axis=1))
     u = np.repeat((2 * 3 * (y.sum(axis=1) + g) ** 2 * g)[:, None], 4, axis=1)
@@ -168,7 +168,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
     if backend_name == "jax":
         from jax import lax
 
-        # Reverse mode does not support a while loop; forward mode does.
+        # Forward mode supports a while loop, but reverse mode does not.
         G = lambda z: gt.xp.exp(
             lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1]), (0, z))[1].sum(-1)
         )

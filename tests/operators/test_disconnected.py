@@ -1,4 +1,4 @@
-"""Connected and disconnected arguments, and the messages about them, in both backends."""
+"""Warnings and errors for arguments that are not connected to the output, in both backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = np.array([0.7, -1.3, 2.0])
 
 @dataclass(frozen=True)
 class Path:
-    """A scalar function of x and whether its value is connected to x."""
+    """A scalar function of x, and whether its value is connected to x."""
 
     name: str
     f: Callable[[Any, Any], Any]

@@ -90,7 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """Return G, z's differentiable leaves, a function that rebuilds z, and a reader of outputs."""
+    """Return G, the floating-point leaves of z, and functions that rebuild z and read outputs."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))
@@ -142,7 +142,7 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
-    """J u is linear in u and depends on z; its derivative with respect to z is tested."""
+    """The derivative of J u with respect to z must be right, where J is the Jacobian of G at z."""
     G, z, whole, read = case
 
     def third(G):

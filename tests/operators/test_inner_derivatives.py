@@ -1,4 +1,4 @@
-"""An outer derivative is zero if an inner derivative is constant or is cut afterwards."""
+"""An outer derivative is zero if the inner derivative is constant or its gradient is stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Z = np.array(1.5)
 
 @dataclass(frozen=True)
 class Inner:
-    """A scalar function that takes an inner derivative, and its own derivative; None if cut."""
+    """A function that computes an inner derivative; `slope` is None if no gradient propagates."""
 
     name: str
     f: Callable[[Any, Any, Any], Any]

@@ -138,7 +138,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
 
 
 class Selfish(nn.Module):
-    """A module that refers to itself by a bound method, a list of parents, partial and vmap."""
+    """A module whose attributes refer to the module by bound method, list, partial and vmap."""
 
     def __init__(self):
         super().__init__()

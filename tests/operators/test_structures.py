@@ -1,4 +1,4 @@
-"""Pytrees with the same keys in another order, and dataclasses in arguments of rules."""
+"""Pytrees whose keys are in another order, and dataclasses as arguments of rules."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _named(program: Any, match: str) -> bool:
-    """Return whether `checked` reports the error in a program that runs without raising."""
+    """Assert that a program raises no error by itself but raises an error under `checked`."""
     with warnings.catch_warnings():
         # the warning about a gradient without a graph
         warnings.simplefilter("ignore", DisconnectedInputWarning)
@@ -441,7 +441,7 @@ def test_a_story_comes_out_right(story):
 
 
 def compare(pairs, rtol, atol):
-    """Compare all pairs of computed and correct values; there must be at least one pair."""
+    """Assert that there are pairs of computed and correct values, and that each pair agrees."""
     assert pairs
     for found, right in pairs:
         found, right = (x.detach() if isinstance(x, Tensor) else x for x in (found, right))

@@ -1,6 +1,6 @@
-"""Each framework's own transforms and bit patterns under common names.
+"""Transforms and bit patterns of both frameworks under common names.
 
-Nothing here uses gradtools, so tests can compare gradtools with it.
+This module does not use gradtools, so tests can compare gradtools with its results.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ OTHER_PACKAGES = {
 
 @dataclass(frozen=True)
 class Block:
-    """One Python block, its position, and how it ends according to its title."""
+    """A Python code block with its position and the expected end of its execution."""
 
     page: Path
     line: int
@@ -72,7 +72,8 @@ class Block:
     end: str = ""
     text: str = ""
     printed: str = ""
-    printed_by: str = ""  # the backend whose output the page shows, for a block of both backends
+    # the backend whose output the page shows, if the block runs in both backends
+    printed_by: str = ""
 
     @property
     def name(self) -> str:
@@ -93,7 +94,7 @@ class Block:
 
     @property
     def missing_names(self) -> set[str]:
-        """Return global names that the block reads but does not define."""
+        """Return the global names that the block reads but does not define."""
         if self.end == "not run":
             return set()
         tables = [symtable.symtable(self.code, self.name, "exec")]
@@ -130,9 +131,9 @@ class Block:
             self._run()
 
     def _run(self) -> None:
-        # so that a traceback contains the line number of the page
+        # empty lines give tracebacks the line numbers of the page
         source = "\n" * self.line + self.code
-        module = ModuleType("page")  # a registered module, because torch.compile looks it up
+        module = ModuleType("page")  # registered below, because torch.compile looks the module up
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:

@@ -23,7 +23,7 @@ UNKNOWN = "no known pattern"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One replaced text in one side of a port."""
+    """A bug, made by replacing a text in the PyTorch or the JAX side of a port."""
 
     port: str
     side: str
@@ -76,7 +76,7 @@ _JAX_OUTSIDE = "sqrt(x + 1e-05) in torch, sqrt(x) + 1e-05 in jax"
 _TRIL = "jnp.tril(jnp.ones((t, t), bool))"
 _GELU, _TANH = "gelu(x) in torch, tanh gelu(x) in jax", "tanh gelu(x) in torch, gelu(x) in jax"
 
-_TABLE = {  # by port: side, old text, new text, cause, lines
+_TABLE = {  # for each port: side, old text, new text, cause, lines
     "mlp": [
         ("jax", "x @ w + b", "x @ w - b", "x + y in torch, y - x in jax"),
         ("jax", "approximate=True", "approximate=False", _TANH),

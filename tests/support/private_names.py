@@ -3,7 +3,7 @@
 A private name begins with one underscore: the name of a module (`torch._C`), of an import from such
 a module, of an attribute (`x._version`), or a string that names an attribute. Operators
 (`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
-the standard library and of gradtools do not count, either.
+the standard library and of gradtools do not count as private names, either.
 
 The module also finds patches of the frameworks' classes.
 """
@@ -129,7 +129,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a private name belongs to a framework, even if gradtools defines the same name."""
+    """Return whether a private name belongs to a framework and not only to gradtools."""
     if not _is_private(name) or name in _STANDARD:
         return False
     return name not in _ours() or name in _TOLD
@@ -162,7 +162,7 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private on any object
+_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private names of a framework on any object
 
 
 # --- patches -----------------------------------------------------------------------------

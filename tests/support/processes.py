@@ -1,4 +1,4 @@
-"""Run the same cases in several PyTorch processes and collect their results.
+"""Run the same test cases in several PyTorch processes and collect the results.
 
 The processes are forked from one server that has imported PyTorch, so the import, which takes
 seconds, happens once for all test modules of a worker.

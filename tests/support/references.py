@@ -51,7 +51,7 @@ def references(path: Path) -> Iterator[Reference]:
 
 
 def _prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of docstrings and comments without the examples in them."""
+    """Yield the lines of docstrings and comments, except for doctest examples."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -92,7 +92,7 @@ def _stems() -> tuple[dict[str, list[str]], set[str]]:
 
 @cache
 def _identifiers() -> frozenset[str]:
-    """Return the identifiers and words of strings in the package, and the tests' names."""
+    """Return the identifiers and the words of strings in the package, and the names of tests."""
     found = {*dir(builtins), *keyword.kwlist}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Scenarios: small programs as data, with arguments, order of differentiation and tags.
+"""Table of small programs with arguments, order of differentiation and tags.
 
 Each program is written once with `gt.xp` for all backends, and tests are generated from the
 records. Vectors have four entries if the length does not matter, because JAX compiles each
@@ -20,12 +20,12 @@ Tags = frozenset[str]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One program at one point.
+    """A program and the arguments at which it is differentiated.
 
     Attributes:
         name: A unique name.
-        function: ``f(gt, *args)`` of a backend's namespace and its arrays.
-        args: NumPy arrays, or pytrees of them.
+        function: A function ``f(gt, *args)`` of the namespace of a backend and its arrays.
+        args: NumPy arrays or pytrees of NumPy arrays.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
         order: The highest order of derivatives that both frameworks define at the point, 0 to 2.
@@ -101,7 +101,7 @@ def forms() -> Iterator[Scenario]:
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """Return the smooth 64-bit scenarios with values of ordinary size."""
+    """Return the smooth 64-bit scenarios whose values are neither large nor tiny."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
@@ -115,7 +115,7 @@ def program_of(name: str) -> Scenario:
 
 
 def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:
-    """Return the scenario of a program at one argument or a tuple of arguments."""
+    """Return a scenario for a program and one argument or a tuple of arguments."""
     args = args if isinstance(args, tuple) else (args,)
     first = leaf = args[0]
     while isinstance(leaf, dict | list | tuple):
@@ -267,7 +267,7 @@ def _factored() -> Iterator[Scenario]:
 
 
 def _scales() -> Iterator[Scenario]:
-    """Large and tiny numbers, and both at once."""
+    """Programs with large numbers, tiny numbers, or both."""
     large, tiny, both = {"large"}, {"tiny"}, {"large", "tiny"}
     x = _draw(4)
     cube = lambda gt, x: gt.xp.sum(x**3)
@@ -315,7 +315,7 @@ def _kinks() -> Iterator[Scenario]:
 
 
 def _complex() -> Iterator[Scenario]:
-    """Complex arguments: real and complex outputs, holomorphic and not."""
+    """Programs with complex arguments and real or complex outputs."""
     z, tags, both = _draw(4, dtype="complex128"), {"complex"}, {"complex", "several"}
     squared = lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2)
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))

@@ -26,11 +26,12 @@ class Scenario:
     """A program and its expected result.
 
     Attributes:
-        name: A description of the program, and the id of its test.
-        program: Runs the test, or returns the function to be tested.
-        expected: The expected numbers, findings or error message; None if the program asserts.
-        only: The only framework that supports the program; empty for both.
-        known: Additional entries for the test of the table, by name.
+        name: A description of the program, which is also the id of its test.
+        program: A function that runs the test, or that returns the function to be tested.
+        expected: The expected numbers, findings or error message, or None if the program itself
+            asserts.
+        only: The only framework that supports the program, or an empty string if both support it.
+        known: A dict of additional entries for the test that runs the table.
     """
 
     name: str

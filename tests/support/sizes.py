@@ -63,7 +63,7 @@ print("\\n".join(files))
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size figures of one tree."""
+    """Line counts of one source tree, and its long functions and files."""
 
     figures: dict[str, int]
     functions: list[str]  # functions that are too long
@@ -71,7 +71,7 @@ class Sizes:
 
 
 def sizes_of(root: Path) -> Sizes:
-    """Return the size figures of the checkout at `root`."""
+    """Return the `Sizes` of the checkout at `root`."""
     package, tests = sorted(root.glob("gradtools/**/*.py")), sorted(root.glob("tests/**/*.py"))
     closure = _closure(root)
     functions = [f for path in package for f in _long_functions(root, path)]
@@ -120,7 +120,7 @@ def _long_functions(root: Path, path: Path) -> Iterator[str]:
 
 
 def main(revision: str | None = None) -> None:
-    """Print the table, optionally with the figures of a Git revision."""
+    """Print the table of sizes, optionally with the sizes of a Git revision."""
     now, before = sizes_of(ROOT), None
     if revision:
         with tempfile.TemporaryDirectory() as place:

@@ -3,7 +3,7 @@
 `quick()` runs around every test and takes a few microseconds; `everything()` runs around every
 planted fault. Both return a dict of plain values with readable names, and `changes` lists the
 differences. `bits` describes an array: memory, version, `.grad` and attached objects. The functions
-read the state from the frameworks; from gradtools they read only its own global state.
+read the state of the frameworks and the global state of gradtools.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def _levels_of_jax() -> dict[str, Any]:
 
 def _rest_of_jax() -> dict[str, Any]:
     import jax
-    from jax._src.core import trace_state_clean  # the public function distinguishes only two states
+
+    # the public function does not distinguish all states
+    from jax._src.core import trace_state_clean
 
     flags = {
         f"jax.config.{name}": getattr(jax.config, name, None) for name in sorted(jax.config.values)
@@ -196,7 +198,7 @@ def _of_python() -> dict[str, Any]:
 
 
 def _ours(category: type) -> bool:
-    """Whether a warning filter has a category of Python or gradtools, not of another package."""
+    """Return whether the category of a warning filter belongs to Python or gradtools."""
     return category.__module__.partition(".")[0] in ("builtins", "gradtools")
 
 

@@ -18,7 +18,7 @@ _kept: list[object] = []  # a Library object removes its operators when it is de
 
 
 class _BeforeItsImport:
-    """A finder that finds nothing, but runs a hook when torchvision is first imported."""
+    """An import finder that finds no module, but runs a hook at the first import of torchvision."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "torchvision":

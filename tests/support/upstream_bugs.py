@@ -21,7 +21,7 @@ TANGENT_OF_GRADIENT = "tangent of the gradient"  # Forward over reverse mode.
 
 @dataclass(frozen=True)
 class Bug:
-    """An operation that PyTorch differentiates wrongly.
+    """An operation whose derivative in PyTorch is wrong.
 
     Attributes:
         operation: The name in PyTorch's documentation without `torch.`.

@@ -90,7 +90,7 @@ x = x.detach()
 
 @dataclass(frozen=True)
 class Report:
-    """A wrong derivative without an upstream issue.
+    """A report of a wrong derivative for which no upstream issue exists.
 
     Attributes:
         name: The file's name.

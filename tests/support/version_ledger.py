@@ -1,7 +1,7 @@
-"""A pytest plugin for `tests.support.versions`: known limits of versions, and stored results.
+"""A pytest plugin of `tests.support.versions` for known failures and stored results.
 
-`version_ledger.toml` lists tests that a version cannot pass, with reasons. Such a test is expected
-to fail. If it passes, or if an entry matches no test, the run fails.
+`version_ledger.toml` lists tests that a version cannot pass, with reasons. These tests are expected
+to fail. The run fails if a listed test passes or if an entry matches no test.
 
 ``--version-results FILE`` appends each test's outcome to a file. ``--again`` skips the tests that
 passed or were excused in that file.
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs before cases are deselected, so that an entry may name only slow tests."""
+    """Apply the ledger before tests are deselected, because an entry may name only slow tests."""
     for entry in entries():
         if applies(entry):
             for item in excused(entry, items):

@@ -1,4 +1,4 @@
-"""Sweeps over everything that a framework can differentiate, with every operator of gradtools.
+"""Sweeps that differentiate every function of a framework with every operator of gradtools.
 
 A sweep takes its programs from external tables (PyTorch's own operator databases, all of `jax.lax`
 and `jax.numpy`), differentiates each program in every way, and compares the results with the
@@ -21,10 +21,10 @@ class Outcome:
 
     Attributes:
         program: The program's name in its table, such as "linalg.det" or "Conv2d, training".
-        way: The operator of gradtools, with its mode in words.
+        way: The name of the gradtools operator and of its mode.
         sample: The index of the program's sample inputs.
         dtype: The dtype of the differentiated inputs.
-        result: "agrees" (also where both raise), "differs", "raised" (gradtools alone), or
+        result: "agrees" (also if both raise), "differs", "raised" (only gradtools raised), or
             "left out" (there is nothing to compare).
         detail: The numerical error, the message, or the reason for leaving the cell out.
     """
@@ -42,7 +42,7 @@ Known = dict[tuple[str, str], str]
 
 
 def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> list[str]:
-    """Return outcomes that fail without a reason, and reasons without a cell in a whole sweep."""
+    """Return outcomes that fail without a listed reason, and reasons that match no outcome."""
     used: set[tuple[str, str]] = set()
     found = []
     for o in outcomes:

@@ -1,8 +1,8 @@
 """The sweep over PyTorch: the programs of its tables, differentiated in every way.
 
 A way must equal PyTorch's own derivatives of a program f at x with a random tangent u and a random
-cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, s is the size of f), so that
-linear operators have nonzero second derivatives:
+cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of f), so
+that linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad
@@ -44,7 +44,7 @@ _TOLERANCE = {1: 1e-9, 2: 1e-7}  # Second derivatives of ill-conditioned operati
 
 @dataclass(eq=False)
 class Point:
-    """A program with random directions and PyTorch's own derivatives."""
+    """A program with random tangents and cotangents, and methods for PyTorch's own derivatives."""
 
     program: TableProgram
 
@@ -146,7 +146,7 @@ def _or_zero(x: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of differentiating and the derivatives of `Point` to which it is compared."""
+    """An operator of gradtools, and the derivatives of `Point` with which it is compared."""
 
     name: str
     run: Callable[[Point], Any]
@@ -190,7 +190,7 @@ _way("hvp, forward over reverse", MIXED, 2, True)(lambda p: _hvp(p, p.g, "forwar
 
 @_way("vjp, outputs one by one", PULLED, quick=True)
 def _vjp_of_each(p: Point) -> Any:
-    """One output at a time, so the other outputs have no cotangent instead of a zero."""
+    """Differentiate one output at a time, so that the other outputs have no cotangent."""
     one = lambda i: lambda *xs: p.f(*xs)[i]
     parts = [gt.vjp(one(i), *p.x)[1](v) for i, v in enumerate(p.v)]
     return [sum(xs[1:], xs[0]) for xs in zip(*parts, strict=True)]
@@ -249,7 +249,7 @@ def _by_defjvp(f: Any) -> Any:
 
 
 def _reversed(f: Any) -> Any:
-    """Return f with its derivatives multiplied by -2 and then by -1/2."""
+    """Return f with two gradient edits, which scale the derivative by -2 and by -1/2."""
     return lambda *xs: f(*gt.reverse_gradient(gt.scale_gradient(xs, -2.0), 0.5))
 
 
@@ -290,7 +290,7 @@ def sweep(
         whole: Whether to run all ways, several samples and in-place variants; otherwise one sample
             of each operator with some of the quick ways, in turn.
         tables: Names of the tables in `TABLES`.
-        part: `(i, n)` for the i-th of n parts, to split the work.
+        part: `(i, n)` runs the i-th of n parts of the sweep.
     """
     variants = (FUNCTION, IN_PLACE, ON_VIEW) if whole else (FUNCTION,)
     i, n = part
@@ -334,7 +334,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
     expected, reasons = {}, {}
     for name in way.gives:
         try:
-            # as in gradtools: the fused kernels support first derivatives only
+            # gradtools also uses the math kernel, because other kernels have no second derivatives
             with sdpa_kernel(SDPBackend.MATH):
                 expected[name] = getattr(point, name)()
         except Exception as error:  # an error of PyTorch

@@ -1,7 +1,7 @@
-"""`checked` raises no error for healthy programs: edits, stops, kinks, random draws, low precision.
+"""`checked` raises no error for correct programs with edits, kinks or random draws.
 
-The first table covers both frameworks, the next tables one framework each; the last test runs the
-stories.
+The first table contains programs for both frameworks, and each of the next tables for one
+framework. The last test runs the stories.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each relation in the table is detected between suitable arrays, in both directions."""
+"""Each relation in the table is found between two arrays, in both orders of the arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def masked(mask):
     return np.where(mask, np.where(MASK, MASKED, 0.3), -1e9)
 
 
-RELATIONS = {  # by name: the second array and the first
+RELATIONS = {  # by the expected text: the second array and the first array
     "constant factor 0.5, a missing factor 1/2, or a term counted twice": (2 * V, V),
     "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),

@@ -1,4 +1,4 @@
-"""Errors of the user's code pass unchanged; errors of JAX keep their type and are explained."""
+"""Errors of the user's code are not changed; errors of JAX get an explanation."""
 
 import jax
 import jax.numpy as jnp

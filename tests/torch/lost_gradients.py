@@ -288,7 +288,7 @@ class _Marked(torch.autograd.Function):
 
 
 class _SinhRight(torch.autograd.Function):
-    """The same function with the intermediates of backward saved as outputs."""
+    """A correct Function for sinh, which returns the intermediates of backward as outputs."""
 
     @staticmethod
     def forward(ctx, x):

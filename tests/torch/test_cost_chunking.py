@@ -37,7 +37,7 @@ def step(net, x, **options):
 
 
 def two_passes(net, x):
-    """The handwritten method: forward without a graph, then each chunk again with its cotangent."""
+    """Run the forward pass without a graph, then each chunk again with its cotangent, by hand."""
     for p in net.parameters():
         p.grad = None
     chunks = x.split(CHUNK)
@@ -141,6 +141,6 @@ def test_two_towers_hold_one_set_of_gradients_each():
         loss(encode(x) @ encode(2 * x).T).backward()
 
     run()
-    # with a separate set of gradients for each chunk the peak is above 3
+    # with separate gradients for each chunk, the peak is above 3 * size
     assert peak_bytes(run)[0] < 2.6 * size
     assert {p._backward_hooks for p in net.parameters()} == {None}

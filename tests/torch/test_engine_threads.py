@@ -1,4 +1,4 @@
-"""Every engine next to a thread in forward mode, and with interrupts at every call."""
+"""Every engine is correct while another thread is in forward mode, and after interrupts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_beside_a_thread_that_stays_in_forward_mode(name):
-    """PyTorch has only one dual level, so the tangent is computed by transposing the pullback."""
+    """PyTorch has only one dual level, so gradtools computes the tangent from the pullback."""
     expected = WAYS[name](X).detach()
     entered, done = threading.Event(), threading.Event()
 

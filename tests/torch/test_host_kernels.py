@@ -1,4 +1,4 @@
-"""Host kernels in PyTorch only: devices, layouts, tracers and inductor."""
+"""Tests of host kernels for PyTorch only: devices, layouts, tracers and inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of PyTorch behave as gradtools expects and have no public replacement yet."""
+"""Private functions of PyTorch behave as gradtools expects and have no public replacement yet."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
         assert upstream.is_forward_mode_enabled()
     finally:
         upstream.leave_forward_level(level)
-    # Simulates another thread between the two lines of `forward_ad.exit_dual_level`: no level may
-    # be entered.
+    # This simulates another thread between the two lines of `forward_ad.exit_dual_level`, when no
+    # level may be entered.
     monkeypatch.setattr(forward_ad, "_current_level", 3)
     assert upstream.enter_forward_level() is None
     monkeypatch.undo()
@@ -191,7 +191,7 @@ def test_what_modes_see_and_how_they_are_counted():
         with seeing.DisableTorchFunction():
             torch.ones(1) + 1
             torch.exp(_x())
-            # the backward pass of a tensor subclass does the same
+            # the backward pass of a tensor subclass also enables torch functions
             with upstream.EnableTorchFunction():
                 torch.sin(_x())
     assert upstream.set_grad_enabled in watch.seen

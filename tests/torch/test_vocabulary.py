@@ -1,8 +1,8 @@
-"""The formula vocabulary of PyTorch: each function is read correctly.
+"""Formulas of PyTorch functions are correct for every function in the table.
 
 Each formula is compared with PyTorch's own derivatives before it is returned. Each row of the table
 is a function and its arguments (`tests/support/formula_rows.py`). `BY_NAME` lists the functions
-that formulas write by their names.
+that formulas show by name.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ TABLE = """
 LINES = [
     (int(row.expression[0]), replace(row, expression=row.expression[2:])) for row in rows(TABLE)
 ]
-# Functions for which the formula has no algebra.
+# Functions that a formula shows by name because they have no symbolic form.
 BY_NAME = set(
     """
     angle arctan2 avg_pool binary_cross_entropy_with_logits cast cdist cholesky clip concatenate

@@ -1,8 +1,8 @@
 """Custom rules with one planted mistake each, and correct custom rules, for tests of `check_rule`.
 
 Each program returns a rule made by `gt.custom_rule` or `gt.host_function` and the arguments at
-which it is checked. `says` lists words that the error message must contain: the mode, the argument
-and the place of the mistake.
+which it is checked. `says` lists words that the error message must contain, such as the mode and
+the argument with the mistake.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def vjp(gt: Any, fun: Any, fwd: Any, bwd: Any, **options: Any) -> Any:
 
 
 def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
-    """Return a program of f(xp, *args) with the rule bwd(xp, residuals, cotangent)."""
+    """Return a program for the function f(xp, *args) with rule bwd(xp, residuals, cotangent)."""
 
     def program(gt: Any) -> Any:
         fun = lambda *xs: f(gt.xp, *xs)
@@ -50,7 +50,7 @@ def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
 
 
 def by_jvp(f: Any, tangent: Any, *args: Any) -> Any:
-    """Return a program of f(xp, *args) with the forward rule tangent(gt, primals, tangents)."""
+    """Return a program for f(xp, *args) with the forward rule tangent(gt, primals, tangents)."""
 
     def program(gt: Any) -> Any:
         rule = gt.custom_rule(lambda *xs: f(gt.xp, *xs))

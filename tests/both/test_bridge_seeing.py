@@ -1,4 +1,4 @@
-"""Bridged functions in formulas, graphs and costs: each is one operation with its own name."""
+"""Formulas, graphs and costs show each bridged function as one operation with its own name."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The bridge under load: many threads must finish without hangs, leaks or wrong numbers."""
+"""Calls of bridged functions in many threads cause no hangs, leaks or wrong numbers."""
 
 import gc
 import threading

@@ -41,7 +41,7 @@ LABELS = np.array([2, 0, 1, 1])
 
 @dataclass(frozen=True)
 class Written:
-    """A function of ``gt`` and its arguments, shared by both backends."""
+    """A function of ``gt`` and arrays, with its arguments, which both backends use."""
 
     f: Callable[..., Any]
     args: tuple[np.ndarray, ...]
@@ -165,7 +165,7 @@ def lines(formula: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def formulas() -> dict[str, tuple[Any, Any]]:
-    """Return a cache of the formulas of PyTorch and JAX by function name."""
+    """Return an empty cache, which maps function names to formulas in PyTorch and JAX."""
     return {}
 
 

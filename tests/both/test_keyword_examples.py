@@ -1,4 +1,4 @@
-"""Operators split keyword arguments as they split positional ones, compared with NumPy."""
+"""Operators split keyword arguments like positional arguments; NumPy computes the reference."""
 
 from __future__ import annotations
 

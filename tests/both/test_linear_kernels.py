@@ -32,7 +32,7 @@ def product(gt, matrix, vectorized=False):
 
 
 def half_spectrum(gt):
-    """Return rfft as a host function; its adjoint accounts for the entries that rfft omits."""
+    """Return rfft as a host function whose adjoint accounts for the entries that rfft omits."""
 
     def adjoint(y):
         full = np.zeros(6, complex)

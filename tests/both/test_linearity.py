@@ -1,4 +1,4 @@
-"""A rule whose other mode is derived by transposition must be linear.
+"""If gradtools derives the other mode of a rule by transposition, the rule must be linear.
 
 A nonlinear map raises an error in the derived mode. In the mode of the rule, a nonlinear map runs
 without an error, but `check_rule` reports it. Rounding errors must not be reported as nonlinearity.
@@ -110,7 +110,7 @@ def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(gt, name, given):
 
 
 def _gradient(gt, kernel, dtype):
-    """Gradient of 2 x with the forward rule kernel(dx), whose declared transpose is identity."""
+    """A gradient by a forward rule kernel(dx), whose declared transpose is the identity."""
     host = gt.host_function(lambda x: kernel(x, dtype(BIG[dtype])).astype(dtype))
     host.defvjp(lambda x: (host(x), None), lambda _, ct: (ct,))
     rule = gt.custom_rule(lambda x: 2 * x)

@@ -1,8 +1,8 @@
 """The support matrix of custom rules: every kind of rule in every transform, in both backends.
 
-A cell that is not listed here works and matches the closed form of its rule. A cell that does not
-work is listed with the error that it raises. `tests/conformance/test_support_matrix.py` runs the
-cells.
+A cell that this module does not list works and matches the closed form of its rule. A cell that
+does not work is listed with the error that it raises. `tests/conformance/test_support_matrix.py`
+runs the cells.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def left_out(backend: str, transform: Transform, way: Way) -> bool:
 
 
 def transforms(backend: str) -> tuple[Transform, ...]:
-    """Return the transforms of a backend."""
+    """Return all transforms of the support matrix for a backend."""
     if backend == "torch":
         from tests.conformance.support_transforms_torch import TORCH
 
@@ -179,7 +179,7 @@ def transforms(backend: str) -> tuple[Transform, ...]:
 
 
 def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
-    """Yield all cells of a backend that are run."""
+    """Yield all cells of a backend, except for skipped cells."""
     for transform, way in all_cells(backend):
         if not left_out(backend, transform, way):
             yield transform, way

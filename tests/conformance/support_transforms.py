@@ -23,7 +23,7 @@ THIRD_MIXES = tuple(map("".join, product("rf", repeat=3)))
 
 @dataclass(frozen=True)
 class Transform:
-    """One row of the matrix.
+    """A transform, which is a row of the support matrix.
 
     Attributes:
         name: The name in the table.
@@ -41,7 +41,7 @@ class Transform:
 
 
 class Case:
-    """A rule in one backend, with points, directions and exact results."""
+    """A rule in one backend, with primals, tangents and exact derivatives."""
 
     def __init__(self, gt: Any, backend: str, way: Way) -> None:
         self.gt, self.native, self.way = gt, NATIVE[backend], way
@@ -238,7 +238,7 @@ def _vmap_vmap_grad(c: Case) -> Pairs:
 
 
 def _vmap_cotangents(c: Case) -> Pairs:
-    """vmap over cotangents with shared residuals."""
+    """Yield results of vmap over cotangents with shared residuals."""
     _, pullback = c.native.vjp(c.f, c.arrays[0])
     cts = np.array([c.C, c.C[::-1], 2 * c.C])
     yield c.native.vmap(lambda ct: pullback(ct)[0])(c.array(cts)), cts @ c.D[1]
@@ -271,7 +271,7 @@ def _halves_at(c: Case, xs: np.ndarray, ps: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _vmap_partly(c: Case) -> Pairs:
-    """vmap over one of two arguments, inside and outside of the derivative."""
+    """Yield results of vmap over one of two arguments, inside and outside of the derivative."""
     assert c.way.halves is not None
     f, ct = c.way.halves(c.gt), c.array(c.C)
     loss = lambda x, p: (f(x, p) * ct).sum()
@@ -310,7 +310,7 @@ def _push(api: Any, c: Case) -> Any:
 
 
 def _grad_of_compiled(c: Case) -> Pairs:
-    """The derivative of a compiled function."""
+    """Yield results of derivatives of a compiled function."""
     loss = c.native.jit(c.loss)
     yield c.gt.grad(loss)(c.arrays[0]), c.gradient(c.X)
 

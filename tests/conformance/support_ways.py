@@ -20,7 +20,7 @@ Derivatives = Callable[[np.ndarray], list[np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to define a custom rule.
+    """A function with a custom rule, defined in one of the supported ways.
 
     Attributes:
         name: The name in the table.
@@ -28,7 +28,7 @@ class Way:
         at: Returns the value and the first three derivatives of the function at a point.
         size: The length of the vector.
         order: The highest order of derivative that the rule supports.
-        host: Whether the value comes from a kernel of NumPy arrays.
+        host: Whether a kernel of NumPy arrays computes the value.
         halves: Returns a function of the two halves of the vector, or is None if there is no such
             function.
     """
@@ -387,7 +387,7 @@ def _cubed(x: Any) -> Any:
 
 
 def host_cube(gt: Any) -> Any:
-    """cube as host kernels for the forward, backward and double-backward passes."""
+    """Return x^3 with host kernels for the forward, backward and double-backward passes."""
     cube = gt.host_function(_cubed)
     back = gt.host_function(lambda x, c: 3 * x**2 * c)
     twice = gt.host_function(_cube_twice, out=lambda x, c, v: (x, c))
@@ -401,7 +401,7 @@ def _cos(x: Any) -> Any:
 
 
 def host_sin(gt: Any) -> Any:
-    """Two host kernels, each of which is the derivative of the other up to sign."""
+    """Return sin with a cos kernel; each kernel is the derivative of the other up to sign."""
     sin = gt.host_function(lambda x: np.sin(x))
     cos = gt.host_function(_cos, vectorized=True)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (cos(x) * c,))

@@ -1,4 +1,4 @@
-"""Compositions of operators that used to fail or return wrong numbers, as minimal programs."""
+"""Minimal programs with compositions of operators that used to fail or return wrong numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator on every program, compared with plain `torch.func` or `jax`.
+"""Every operator, applied to every program and compared with plain `torch.func` or `jax`.
 
 The programs are the records of `scenario_table.py`. Each program f becomes the loss
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 Pairs = Iterator[tuple[Any, Any]]
 SCALE = 0.6
-# PyTorch computes a wrong derivative of the tangent of these programs (torch#192540).
+# Programs whose tangents PyTorch differentiates wrongly (torch#192540).
 WRONG_TANGENTS = ("solve", "determinant", "log determinant")
 UNMAPPED = ("a branch on values",)  # programs that support neither vmap nor jit
 
 
 class Case:
-    """A program in one backend with its floating-point leaves, directions and loss."""
+    """A program in one backend with its floating-point leaves, tangents and loss."""
 
     def __init__(self, backend: str, program: Scenario, dtype: str | None = None) -> None:
         self.gt, self.backend, self.program = (
@@ -198,7 +198,7 @@ def _same(c: Case, p: Plain) -> Pairs:
 
 
 def _edits(c: Case, p: Plain) -> Pairs:
-    """Gradient edits of the arguments: each scales or replaces the gradient."""
+    """Compare gradient edits of the arguments, which scale or replace the gradient."""
     gt, product = c.gt, p.product()
     edits: dict[str, tuple[Any, float]] = {
         "reverse": (lambda x: gt.reverse_gradient(x, SCALE), -SCALE),
@@ -235,7 +235,7 @@ def _players(c: Case, p: Plain) -> Pairs:
 
 
 def _batches(c: Case, p: Plain) -> Pairs:
-    """Sums over the examples x and 0.9 x, computed in chunks, one by one, and with vmap."""
+    """Compare sums over the examples x and 0.9 x, in chunks, one by one, and with vmap."""
     if c.program.name in UNMAPPED:
         return
     gt, xp = c.gt, c.gt.xp
@@ -273,7 +273,7 @@ ORDERS = {"second order": 2, "matrices": 2, "recomputed": 2, "edits": 2, "player
 
 
 def near(found: Any, expected: Any, allowed: float) -> None:
-    """Compare leaf by leaf, relative to max(1, the largest entry of all expected leaves)."""
+    """Compare each leaf, relative to max(1, the largest entry of all expected leaves)."""
     found, expected = (leaves(lower(list(x))) for x in (found, expected))
     assert len(found) == len(expected)
     size = max([1.0, *(float(np.abs(y).max(initial=0)) for y in expected)])

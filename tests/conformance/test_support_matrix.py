@@ -38,7 +38,7 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
-# Set in the subprocess with several devices, which runs shard_map with the plain rules.
+# Set in the subprocess with several devices, which runs shard_map for the plain rules.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
 # Words in the names of transforms that compile slowly; their cells are slow tests.
 SLOW_WORDS = {
@@ -151,7 +151,7 @@ def test_the_cells_of_shard_map_on_four_devices():
     """Run the cells of shard_map in a subprocess with four devices.
 
     Sums over devices need several devices, whose number is fixed at the start of a process. Only
-    the plain rules run, because all other rules take the same path between devices.
+    the plain rules run, because all other rules use the same code between devices.
     """
     if "jax" not in gradtools.available_backends():
         pytest.skip("needs JAX")

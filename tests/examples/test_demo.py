@@ -1,4 +1,4 @@
-"""The demo: its claim about gradient reversal, agreement of the frameworks and its FLOP count."""
+"""Tests of the claim of the demo about gradient reversal, and of its FLOP count."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

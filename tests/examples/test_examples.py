@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 NAMES = sorted(path.stem for path in FOLDER.glob("u*.py"))
 KEPT = FOLDER / "printed"
-QUICK = {  # examples that have --quick, with the text that they print then
+QUICK = {  # examples that support --quick, with a text that they print with --quick
     "u03_latent_gradients": [
         r"dg/dy differs from double backward's by \S+",
         r"closest to their clean code: \d+% before, \d+% after an energy step",
@@ -31,7 +31,7 @@ QUICK = {  # examples that have --quick, with the text that they print then
     ],
 }
 
-# Examples whose backends differ by rounding: by more than zero, but by little.
+# Examples for which the results of the backends differ, but only by rounding errors.
 CLOSE = (
     *("u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"),
     *("u09_formula", "u14_bridge"),
@@ -68,7 +68,7 @@ def test_an_example_keeps_its_claims(name, asked, run):
             wanted = masked(kept[backend])
             assert masked(parts[backend]) == wanted, f"python examples/keep.py {name}"
     if left_out:
-        pytest.skip("; ".join(left_out))  # for example: no C compiler
+        pytest.skip("; ".join(left_out))  # for example, there is no C compiler
     if asked == "both":
         difference = re.match(r"  largest difference between the backends (\S+)\n", parts["both"])
         assert float(difference[1]) < (1e-9 if name in CLOSE else 1.0)

@@ -1,4 +1,4 @@
-"""Imports of gradtools load no more than they need, checked in fresh processes."""
+"""In fresh processes, imports of gradtools load no unnecessary modules."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_a_call_leaves_alive_is_found(gt, backend_name):
 
 
 class Captured:
-    """An object that the user's function closes over; the test observes its deletion."""
+    """An object that the user's function closes over, and that must be deleted after the call."""
 
     def __init__(self, gt: Any, x: Any) -> None:
         self.x, self.plain = x, healthy(gt)

@@ -138,7 +138,7 @@ def test_an_editor_completes_public_names_alone(backend):
     }  # fmt: skip
 
 
-# Files and folders that only one backend has, with the reason.
+# Files and folders that exist in only one backend, with the reason.
 ALONE = dict(
     line.split(": ", 1)
     for line in """

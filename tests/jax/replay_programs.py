@@ -112,7 +112,7 @@ def both(f: Any, *args: Any) -> Any:
 class Counter:
     """Host state of a callback whose result depends on the inputs of its earlier calls.
 
-    The result does not depend on the order of chunks, which XLA does not guarantee for callbacks.
+    The results do not depend on the order of calls, which XLA does not guarantee.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ def embed(w, x):
 
 
 def contrast(z):
-    """A loss that couples all pairs of examples."""
+    """Return a loss that couples all pairs of examples."""
     z = jnp.concatenate([z.real, z.imag], -1) if jnp.iscomplexobj(z) else z
     order = jnp.arange(z.size).reshape(z.shape)
     return jnp.sum(jnp.sin(z @ z.T)) + jnp.sum((order % 3 - 1) * z * z * z)
@@ -235,7 +235,7 @@ def test_f_is_traced_once_for_each_shape_and_never_again(chunk_size, options, tr
     step(W, X)
     assert f.calls == traces
     step(2 * W, X + 1)
-    assert f.calls == traces  # another entry in the cache of jit would mean another trace
+    assert f.calls == traces  # if f is traced again, the cache of jit has another entry
 
 
 # --- progress bars and messages ------------------------------------------------------------
@@ -351,8 +351,8 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenation.
-    # The plain function needs memory for each chunk.
+    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenated array.
+    # The memory of the plain function increases with the number of chunks.
     assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 
 

@@ -51,7 +51,7 @@ def test_what_a_use_keeps_does_not_grow_with_depth():
 
 
 def flops(fun, *args):
-    """Count FLOPs of matrix products outside of jit, multiplied by the trip counts of loops."""
+    """Count the FLOPs of matrix products in a jaxpr, multiplied by the trip counts of loops."""
     return flops_of(jax.make_jaxpr(fun)(*args))
 
 

@@ -85,7 +85,7 @@ def sinh_jvp(primals, tangents):
 
 
 def search(x):
-    """An expensive function with a while loop, which reverse mode does not support."""
+    """Compute an expensive function with a while loop, which reverse mode does not support."""
 
     def step(state):
         i, z = state

@@ -73,7 +73,7 @@ def test_what_jax_does_not_differentiate_is_refused_in_words_with_a_mend(f, way)
         return
     with pytest.raises(GradtoolsError, match=rf"(?s)^\w+: f .*{REFUSED[f]}") as raised:
         FIRST[way](f)
-    assert isinstance(raised.value, ValueError)  # JAX's own error is a ValueError as well
+    assert isinstance(raised.value, ValueError)  # the error of JAX is also a ValueError
 
 
 def test_a_callback_that_is_reached_by_stopped_inputs_alone_is_a_cut():

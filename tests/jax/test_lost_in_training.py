@@ -206,7 +206,7 @@ PLANTED = {
 
 
 def still(loop, steps):
-    """Return the names of the parameters that plain steps of JAX and optax do not change."""
+    """Return the names of the parameters that plain training steps with optax do not change."""
     tx = loop.tx or optax.sgd(0.1)
     if isinstance(loop.model, nnx.Module):
         graph, params, rest = nnx.split(loop.model, nnx.Param, ...)

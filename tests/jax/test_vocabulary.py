@@ -1,8 +1,8 @@
 """Formulas of JAX functions are correct for every function in the table.
 
-Each row of the table is a function and its arguments (`tests/support/formula_rows.py`). Its formula
-is compared with JAX's own derivatives at order 1, and for every third row at order 2. `BY_NAME`
-lists the functions that formulas show by name.
+Each row of the table is a function and its arguments (`tests/support/formula_rows.py`). The formula
+of the function is compared with JAX's own derivatives at order 1, and for every third row at order
+2. `BY_NAME` lists the functions that formulas show by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole equinox and flax.nnx modules as arguments of the operators, compared with plain JAX.
 
-The programs are all pairs of a kind of module and an operator. The expected values use no code of
-gradtools: the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp`
-or a plain loop differentiates the loss of that list.
+Each test combines a kind of module with an operator. The expected values use no code of gradtools:
+the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp` or a plain
+loop differentiates the loss of that list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each bad call of `bad_inputs.py` raises its exact error text and leaves no state behind."""
+"""Each bad call of `bad_inputs.py` raises the stored error text and changes no global state."""
 
 from __future__ import annotations
 

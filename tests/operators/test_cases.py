@@ -1,4 +1,4 @@
-"""Each use case at a size that can be checked by hand, in both backends.
+"""Each use case in both backends, at a size for which the results can be derived by hand.
 
 The expected values are closed forms in NumPy, so the expected values use none of the tested code.
 """
@@ -123,7 +123,7 @@ def f(y, g):
 
 
 def second_derivative(y, z, u):
-    """(d/dy) <u, (d/dz) f(y, G(z))> with G = exp(sum_j z_j): 6 h_i g_i sum_j u_ij in row i."""
+    """For G = exp(sum_j z_j), row i of (d/dy) <u, (d/dz) f(y, G(z))> is 6 h_i g_i sum_j u_ij."""
     g = np.exp(z.sum(axis=1))
     rows = 6 * (y.sum(axis=1) + g) * g * u.sum(axis=1)
     return np.repeat(rows[:, None], y.shape[1], axis=1)

@@ -313,7 +313,7 @@ def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(g
 
 @pytest.mark.slow_at("jax")
 def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt, native):
-    """f = Re(conj(w) z) has the gradient w; outside of the edit JAX keeps its conjugate."""
+    """The gradient of Re(conj(w) z) is w; outside of edits, JAX represents it by its conjugate."""
     z, w = native.array(1 + 2j), native.array(3 - 4j)
     seen = []
 
@@ -400,7 +400,7 @@ def clip_jacobian(c, bound):
 @pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
-    """The second pullback goes through c -> c / |c| at 2x and x -> 2x, and is clipped again."""
+    """The second pullback is the pullback of c -> c / |c| at 2x and of x -> 2x, clipped again."""
     x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
     product = 2 * clip_jacobian(2 * x, 1.0) @ v
     product *= min(1, 1 / np.linalg.norm(product))
@@ -454,7 +454,7 @@ def test_straight_through_has_the_value_of_f_and_the_derivative_of_the_identity(
 
 
 def test_straight_through_is_exact_for_large_numbers(gt, native):
-    """x + stop(f(x) - x) would lose the digits of f(x) for large x; straight_through does not."""
+    """For large x, x + stop_gradient(f(x) - x) loses digits of f(x); straight_through does not."""
     for dtype in ("float32", "float64"):
         x = native.array([1e30, -1e25, 1.0, np.nan, np.inf], dtype)
         tiny = native.array([1e-20, 3e-7, 0.1, -0.0, 1e-40], dtype)

@@ -24,7 +24,7 @@ def close(gt, found, expected, tolerance=1e-10):
 
 
 def staged(gt, fun):
-    """Compile fun in JAX, where eager code would compile hundreds of programs."""
+    """Compile `fun` in JAX, because eager code compiles hundreds of programs."""
     return gt.compile(fun) if gt.__name__.endswith("jax") else fun
 
 
@@ -161,7 +161,7 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
 
 @pytest.fixture
 def problem(gt, rng):
-    """Return G, y and the batch zs."""
+    """Return the function G, the array y and the batch zs of arguments of G."""
     G = layers(gt, rng)
     y, zs = arrays(gt, rng, (4,), (6, 4))
     return G, y, zs

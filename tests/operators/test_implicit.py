@@ -252,7 +252,7 @@ def _iterated(step, z):
 
 
 def test_a_call_keeps_nothing_that_the_equation_closes_over(gt, backend_name):
-    """The rules for a call with captured arrays are freed after the call."""
+    """The rules that a call with captured arrays creates must be freed after the call."""
     import gc
     import weakref
 
@@ -293,7 +293,7 @@ def test_solve_may_be_scipy(gt, backend_name):
 
 
 def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend_name, rng):
-    """The gradient of a validation loss with respect to the weight of a ridge penalty."""
+    """Compare the gradient of a validation loss with respect to the weight of a ridge penalty."""
     X, V = (gt.asarray(rng.normal(size=(n, 3))) for n in (20, 9))
     y, v = X @ gt.asarray(np.ones(3)), gt.asarray(rng.normal(size=9))
     cost = lambda b, s: ((X @ b - y) ** 2).mean() + gt.xp.exp(s) * (b**2).sum()

@@ -167,7 +167,7 @@ def test_what_the_tree_refers_to_inside_itself_is_the_copy():
 
 
 class Counting(nn.Module):
-    """A module that assigns a new buffer and counts its calls in a Python number."""
+    """A module that counts its calls in a Python number and assigns a new buffer in each call."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Internal rules with a tangent map, a cotangent map or both, for two inputs and two outputs.
+"""Internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
 
 The support matrix tests the numbers of rules in every transform and at every order.
 """

@@ -1,4 +1,4 @@
-"""Gradient graphs in both backends: passes, names, residuals, marks and cuts."""
+"""Tests of passes, names, residuals, marks and cuts in gradient graphs of both backends."""
 
 import html
 

@@ -18,7 +18,7 @@ from gradtools.seeing.formulas.words import made
 from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and a program in JAX (empty if JAX has no such operation). x
-# and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
+# and y are 3×4 with distinct positive entries, w is 4×4, v has 4 entries, and z is complex.
 TABLE = """
 add              ; x + y                               ; x + y
 subtract         ; 1 - x                               ; 1 - x

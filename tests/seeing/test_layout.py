@@ -59,7 +59,7 @@ def rectangles(picture: Scene) -> dict[int, tuple[float, ...]]:
 
 
 def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
-    """Yield points along a line."""
+    """Yield points at small distances along a line."""
     x = y = 0.0
     for name, numbers in line.steps:
         for i in range(count + 1):

@@ -1,4 +1,4 @@
-"""Public names without a case in the cost tables, and a check that all others have one."""
+"""Public names without a case in the cost tables, and a check that all other names have a case."""
 
 from __future__ import annotations
 

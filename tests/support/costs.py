@@ -1,7 +1,8 @@
 """Counts of operations and bytes of a call, for tests and benchmarks.
 
-PyTorch: FLOPs of products from `torch.utils.flop_counter`, one operation per element that any other
-operation computes, and the peak of live storages. JAX: XLA's analysis of the compiled program.
+In PyTorch, `torch.utils.flop_counter` counts FLOPs of products, each element that any other
+operation computes counts as one operation, and a dispatch mode measures live storages. In JAX, the
+counts come from XLA's analysis of the compiled program.
 """
 
 from __future__ import annotations

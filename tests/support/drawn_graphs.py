@@ -1,7 +1,7 @@
 """Evaluate a graph in PyTorch, using only its operations, edges and constants.
 
 The table below implements each operation independently of the recorders, so a graph with a wrong
-edge evaluates to a wrong result. Graphs of JAX use the same table.
+edge evaluates to a wrong result. The table also evaluates graphs of JAX programs.
 """
 
 from __future__ import annotations

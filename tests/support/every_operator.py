@@ -1,9 +1,10 @@
 """A table of small calls of every public operator, for properties of all operators.
 
-A `Use` applies its operator to a function that calls `w.part` in several places. `part` is an
+A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
 elementwise function of an array of four numbers; a test may replace it with a function that counts,
 raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i of the
-result depends only on entry i of the argument, which gives an expected value without a framework.
+result depends only on entry i of the argument, so that tests can compute the expected value of one
+entry by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class World:
     x: Any
 
     def twice(self, x: Any) -> Any:
-        """The user's function, which calls `part` twice."""
+        """Compute the user's function, which calls `part` twice."""
         return self.part(self.part(x) * 0.5)
 
     def loss(self, x: Any) -> Any:
@@ -35,12 +36,12 @@ class World:
 
     @property
     def t(self) -> Any:
-        """A tangent direction of ones."""
+        """Return a tangent of ones."""
         return self.gt.xp.ones_like(self.x)
 
     @property
     def one(self) -> Any:
-        """The number one on the device of x."""
+        """Return the number one on the device of x."""
         return self.gt.xp.prod(self.t)
 
     @property

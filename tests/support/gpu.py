@@ -1,8 +1,8 @@
 """Scenarios in PyTorch that need a GPU; tests/torch/test_cuda.py runs them.
 
 A scenario is a function of a device. It raises AssertionError if a property is violated and
-`Absent` if the machine lacks a requirement. Scenarios that a CPU supports as well also run on the
-CPU, so that their code is tested on machines without a GPU.
+`Absent` if the machine lacks a requirement. If a CPU supports a scenario, the scenario also runs on
+the CPU, so that its code is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ _EDITS: dict[str, Edit] = {
 
 
 def _bridged(device: torch.device) -> None:
-    """The bridge shares memory on one device in stream order, and raises an error otherwise."""
+    """The bridge shares memory in stream order, or raises an error if JAX lacks the device."""
     try:
         import jax
         import jax.numpy as jnp
@@ -308,7 +308,7 @@ def _in_order(device: torch.device, twice: Any, a: Any) -> None:
 
 SCENARIOS: dict[str, GpuScenario] = {
     **{f"noise in {name}": GpuScenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
-    **{  # `frozen` has no parameters
+    **{  # the module `frozen` has no parameters
         f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },

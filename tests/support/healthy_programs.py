@@ -214,7 +214,7 @@ def truncated_recurrence(gt, p):
 
 
 def spiking(gt, p):
-    """A spiking neuron: a stopped spike resets the potential and has a surrogate gradient."""
+    """A spiking neuron with a surrogate gradient, whose detached spikes reset the potential."""
     spike = gt.straight_through(lambda v: v > 0, lambda v: sigmoid(gt, 4 * v))
     v, total = gt.asarray(np.zeros((6, 4), np.float32)), 0.0
     for t in range(3):

@@ -24,7 +24,7 @@ from gradtools.backend import Backend, Evaluation
 
 @dataclass(frozen=True)
 class Treedef:
-    """The structure of a pytree of tuples, lists and dicts; None has no leaves."""
+    """The treedef of a pytree of tuples, lists and dicts, in which None has no leaves."""
 
     kind: type | None = None  # None for a leaf
     keys: tuple[Any, ...] = ()

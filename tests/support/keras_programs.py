@@ -106,7 +106,8 @@ def a_key_says_what_is_drawn():
     (seed,) = [path for path in state if "seed" in path]
     assert np.array_equal(gt.to_numpy(after[seed]), gt.to_numpy(state[seed]))
     _, counted = apply(params, state, asarray(X))
-    if BACKEND == "torch":  # dropout of Keras in PyTorch draws from PyTorch's own generator
+    # with the PyTorch backend, dropout of Keras uses PyTorch's random generator
+    if BACKEND == "torch":
         return
     assert not np.array_equal(gt.to_numpy(counted[seed]), gt.to_numpy(state[seed]))
 

@@ -52,7 +52,7 @@ class LostGradients:
     def cause(self, *args: Any, name: str = "", scope: Any = None, written: Any = None) -> Any:
         """Register a cause.
 
-        scope: Expected modules; written: The function whose source has the comments.
+        scope: Expected modules; written: The function whose source contains the comments.
         """
         return self.causes.add(name, args=args or (self.x,), scope=scope, written=written)
 
@@ -61,7 +61,7 @@ class LostGradients:
         return self.healthy_ones.add(name, args=args or (self.x,))
 
     def in_one_line(self, functions: dict[str, dict[str, Callable[..., Any]]]) -> None:
-        """Register causes that fit on one line and have no comment, by the kind of loss."""
+        """Register functions of one line that lose a gradient of a given kind, without comments."""
         for mark, named in functions.items():
             for name, f in named.items():
                 self.causes.add(name, args=(self.x,), mark=mark)(f)
@@ -216,7 +216,7 @@ class Planted:
         found: The expected kind of finding for each leaf, by name.
         numerical: Whether the gradient is zero only at the values of this program.
         notes: The names of the leaves in the notes of the report.
-        oracle: Whether plain optimizer steps leave exactly these leaves unchanged.
+        oracle: Whether plain optimizer steps change all leaves except the leaves in `found`.
         strangers: Whether the optimizer has parameters of another model.
     """
 

@@ -96,7 +96,7 @@ def outcome(copy: Path, tests: Iterable[str]) -> str:
 
 
 def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant, str]:
-    """Return a mutant and its outcome; if `own`, run only the test files that it lists."""
+    """Return a mutant and its outcome; if `own`, run only the test files that the mutant lists."""
     copy = copies.get()
     try:
         with changed(copy, mutant):

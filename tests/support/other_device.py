@@ -1,13 +1,13 @@
 """A simulated PyTorch device other than the CPU, and a sweep of every operator on it.
 
-`native/other_device.cpp` implements the device. It becomes `torch.accelerator` of the process that
-starts it, so the sweep runs as a program in its own process:
+`native/other_device.cpp` implements the device. The device becomes `torch.accelerator` of its
+process, so the sweep runs as a program in a separate process:
 
     python -m tests.support.other_device        # prints a report of each use as JSON
 
-For each use it reports the error, the number of host synchronizations, the device of the result,
-whether its numbers equal the CPU's, whether it changed the device's random state, and how many
-kernels ran on another stream than the current one.
+The report of each use contains the error, the number of host synchronizations, the device of the
+result, whether the result equals the result on the CPU, whether the random state of the device
+changed, and how many kernels did not run on the current stream.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _waited(f: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, int]:
 
 
 def _strays(f: Callable[[Any], Any], x: torch.Tensor) -> int:
-    """Count the kernels that run on another stream than the stream on which f is called."""
+    """Count the kernels of f that do not run on the stream that is current during the call."""
     device = torch.ops.other_device
     before = device.strays()
     device.enter_stream(1)

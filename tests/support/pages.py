@@ -1,6 +1,6 @@
 """The Python code blocks of README.md and docs/, and how tests run them.
 
-Each block runs as a program of its own. A block that imports gradtools with the line `EITHER` runs
+Each block runs as a separate program. A block that imports gradtools by the line in `EITHER` runs
 once for each backend. The title of a block, which the page shows above the code, may define how the
 block ends::
 
@@ -84,7 +84,7 @@ class Block:
         return EITHER not in self.code
 
     def with_backend(self, namespace: str) -> Block:
-        """Return the block with the import of one namespace."""
+        """Return the block with the import line replaced by the import of one namespace."""
         return replace(self, code=self.code.replace(EITHER, f"import {namespace} as gt"))
 
     @property
@@ -112,7 +112,7 @@ class Block:
         return bool(self.packages & OTHER_PACKAGES)
 
     def run(self) -> None:
-        """Run the block as a reader would and check that it ends as its title says."""
+        """Run the block and check that its end is the end that the title defines."""
         if self.end == "not run":
             pytest.skip(self.text)
         for package in self.packages:
@@ -190,7 +190,7 @@ def blocks(pages: list[Path] = PAGES) -> list[Block]:
 
 @contextlib.contextmanager
 def default_precision() -> Iterator[None]:
-    """Run with JAX's default 32-bit precision, as for a reader."""
+    """Context manager in which JAX has its default 32-bit precision, as on a user's machine."""
     if "jax" not in gradtools.available_backends():
         yield
         return

@@ -33,7 +33,7 @@ _TEXT = re.compile(rf"\b({'|'.join(FRAMEWORKS)})([./]\w+)*[./]_[a-zA-Z]\S*$")
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """The position of a name in the package."""
+    """A private name and its position in the package."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def private_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the lines and private names of one file."""
+    """Yield the line number and name of each use of a private name in one file."""
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     operators = _names_of_operators(tree)
     for node in ast.walk(tree):
@@ -96,7 +96,7 @@ def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, s
     parts, at = [node.attr], node.value
     while isinstance(at, ast.Attribute):
         parts, at = [at.attr, *parts], at.value
-    if not isinstance(at, ast.Name):  # for example, the base is the value of a call
+    if not isinstance(at, ast.Name):  # the base is not a name but, for example, a call
         yield from ((node.lineno, p) for p in parts if _is_theirs(p))
         return
     dotted = ".".join((at.id, *parts))
@@ -151,7 +151,7 @@ def _ours() -> set[str]:
     return found
 
 
-# Private names of PyTorch's tensors, graphs and modules, also if PyTorch is not installed.
+# Private names of PyTorch's tensors, graphs and modules, listed because PyTorch may be missing.
 _OF_TENSORS = frozenset(
     ("_version", "_base", "_grad", "_backward_hooks", "_values", "_indices", "_cdata", "_schema")
     + ("_is_view", "_sequence_nr", "_forward_cls", "_backward_cls")

@@ -1,8 +1,8 @@
 """Resolve the names in backticks in docstrings and comments of the package.
 
 A name is known if it is a module or identifier of the package or the tests. A dotted name is known
-if it can be imported, or if all of its parts are known and it does not begin with a module of the
-package that lacks it. A file name is known if the file exists.
+if it can be imported. A dotted name is also known if all of its parts are known, unless the name
+begins with a module of the package. A file name is known if the file exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT = {"np": "numpy", "jnp": "jax.numpy", "lax": "jax.lax", "F": "torch.nn.fu
 
 @dataclass(frozen=True, order=True)
 class Reference:
-    """A name in a docstring or comment with its position."""
+    """A name in a docstring or comment, and its position."""
 
     file: str
     line: int

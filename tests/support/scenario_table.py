@@ -28,7 +28,8 @@ class Scenario:
         args: NumPy arrays or pytrees of NumPy arrays.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
-        order: The highest order of derivatives that both frameworks define at the point, 0 to 2.
+        order: The highest order of derivatives, from 0 to 2, that both frameworks define at the
+            arguments.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
             "linear algebra", "network", "cancels".
     """
@@ -84,7 +85,7 @@ def _mixed(gt: Any, p: Any) -> Any:
 
 
 def forms() -> Iterator[Scenario]:
-    """Yield scenarios with additional pytrees and functions, which only some tests need."""
+    """Yield scenarios with additional pytrees and functions, which only some tests use."""
     empty = lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"])
     both = {"z": _draw(2, dtype="complex128"), "x": _draw(2, seed=3)}
     yield Scenario("linear", lambda gt, x: 2.0 * x, (_draw(3),), "vector")
@@ -143,7 +144,7 @@ def scenarios() -> Iterator[Scenario]:
 
 
 def _elementwise() -> Iterator[Scenario]:
-    """Smooth functions of one array."""
+    """Scenarios of smooth elementwise functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
     points = dict.fromkeys("sin cos tan exp expm1 tanh sinh cosh square".split(), vector)
     points |= dict.fromkeys("log log1p sqrt".split(), positive)
@@ -156,7 +157,7 @@ def _elementwise() -> Iterator[Scenario]:
 
 
 def _of_shapes() -> Iterator[Scenario]:
-    """Programs that mix entries, for arguments of every shape."""
+    """Scenarios of programs that combine entries, for arguments of every shape."""
     several, network, integer = {"several"}, {"several", "network"}, {"integer"}
     linalg = {"several", "linear algebra"}
     x, v, square = _draw(3, 4), _draw(4), _draw(3, 3) + 4 * np.eye(3)
@@ -211,7 +212,7 @@ def _of_shapes() -> Iterator[Scenario]:
 def _rearranged() -> Iterator[Scenario]:
     """Programs that rearrange, sum or select entries."""
     x, v, several = _draw(3, 4), _draw(4), {"several"}
-    apart = np.array([1.2, -2.1, 0.1, 2.3])  # far from kinks and from each other
+    apart = np.array([1.2, -2.1, 0.1, 2.3])  # entries that are far from kinks and from each other
     picked = lambda gt, x: gt.xp.take(x, gt.asarray(np.array([3, 0, 0])), axis=0) ** 2
     tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
     nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
@@ -249,7 +250,7 @@ def _rearranged() -> Iterator[Scenario]:
 
 
 def _factored() -> Iterator[Scenario]:
-    """Linear algebra beyond products."""
+    """Scenarios of linear algebra, such as inverses and decompositions."""
     x, linalg = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5]), {"linear algebra"}
     positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
     log_det = lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1]
@@ -293,7 +294,7 @@ def _scales() -> Iterator[Scenario]:
 
 
 def _kinks() -> Iterator[Scenario]:
-    """Points at which the derivative is a convention that both frameworks share."""
+    """Scenarios at points where the derivative is a convention that both frameworks share."""
     kink = {"kink"}
     tied, weights = np.array([1.0, 1.0, 0.0]), np.array([1.0, 2.0, 3.0])
     equal = (np.array([1.0, 2.0]), np.array([1.0, 3.0]))

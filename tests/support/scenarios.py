@@ -1,4 +1,4 @@
-"""`Scenario` and `Table`: named programs as parameters of tests.
+"""`Scenario` is a named program, and `Table` provides scenarios as parameters of tests.
 
     PROGRAMS = Table()
 
@@ -9,7 +9,7 @@
     def test_it_is_refused(scenario, gt): ...
 
 The test of a table defines the meaning of `expected` and of additional entries. `scenario_table.py`
-has another class of scenarios for programs whose derivatives NumPy can check.
+defines another class of scenarios, which are tested by finite differences in NumPy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scenario:
         return self.name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the additional entry with this name."""
+        """Return the additional entry of the given name."""
         return self.known.get(name, default)
 
 

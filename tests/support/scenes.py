@@ -1,4 +1,4 @@
-"""A picture of a graph as Python objects: boxes, frames, lines and labels with positions."""
+"""The layout of a picture of a graph: boxes, frames, lines and labels with positions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scene:
     drawn: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the top, width, height or body of the picture."""
+        """Return an entry of `drawn`, such as the top, width, height or body of the picture."""
         return self.drawn[name]
 
     @cached_property

@@ -1,6 +1,6 @@
-"""Handwritten graphs of different shapes for tests of their pictures.
+"""Handwritten graphs of different shapes, for tests of pictures of graphs.
 
-`Builder` builds a graph from calls that read like a program. Each graph is built by a function
+`Builder` builds a graph by one method call for each operation. Each graph is built by a function
 without arguments; `SHAPES` maps names to these functions.
 """
 
@@ -16,7 +16,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 class Builder:
-    """Build a graph node by node."""
+    """Builds a graph by one method call for each operation."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []

@@ -66,7 +66,7 @@ class Sizes:
     """Line counts of one source tree, and its long functions and files."""
 
     figures: dict[str, int]
-    functions: list[str]  # functions that are too long
+    functions: list[str]  # functions that exceed the limit of lines
     files: list[str]
 
 
@@ -111,7 +111,7 @@ def _closure(root: Path) -> list[Path]:
 
 
 def _long_functions(root: Path, path: Path) -> Iterator[str]:
-    """Yield the functions whose code without docstring exceeds the limit."""
+    """Yield the functions whose code without docstring is longer than `_LONG_FUNCTION` lines."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]

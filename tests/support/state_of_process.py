@@ -44,7 +44,7 @@ def everything() -> dict[str, Any]:
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Describe each difference: its name, the old value and the new value.
 
-    Names that only `after` contains come from new imports and do not count.
+    Names that only `after` contains come from new imports and are ignored.
     """
     return [
         f"{name} was {_short(before[name])}, is {_short(after[name])}"
@@ -54,7 +54,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Any) -> Any:
-    """Return an array as plain values: its memory, layout and attached objects."""
+    """Describe the memory, the layout and the attached objects of an array by plain values."""
     if isinstance(x, np.ndarray):
         return (x.dtype.str, x.shape, x.strides, x.flags.writeable, x.tobytes())
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):

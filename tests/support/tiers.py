@@ -11,7 +11,7 @@ A test is quick unless a mark on its file (``pytestmark``) or function says othe
     @pytest.mark.sampled(slow=12)                          # 12 of the cases that are not quick run
 
 A value is a part of the test's id between hyphens, so cases need explicit ids. A sample is a
-covering array instead of the full product of the axes: it greedily adds the case with the most
+covering array instead of the full product of the axes: cases are added greedily by the number of
 pairs of values that no earlier case has (Cohen et al., The AETG System, 1997). The mutation tests
 (`mutants.py`) measure how many mutants the quick tests detect. If GRADTOOLS_TEST_SECONDS is set,
 for example to 2, a slower test of the quick tier fails.

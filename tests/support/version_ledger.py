@@ -4,7 +4,7 @@
 to fail. The run fails if a listed test passes or if an entry matches no test.
 
 ``--version-results FILE`` appends each test's outcome to a file. ``--again`` skips the tests that
-passed or were excused in that file.
+passed or failed as expected according to that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE = ("passed", "skipped", "ledger")
 
 
 def applies(entry: dict[str, Any]) -> bool:
-    """Return whether an entry applies to the installed versions."""
+    """Return whether an entry of the ledger applies to the installed versions."""
     for package in ("torch", "jax", "flax"):
         if package in entry:
             try:
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def excused(entry: dict[str, Any], items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases that an entry names."""
+    """Return the test cases that an entry of the ledger names."""
     return [item for item in items if any(_matches(item, test, entry) for test in entry["tests"])]
 
 

@@ -43,7 +43,7 @@ class Count(NamedTuple):
     """The size of a call tree.
 
     Attributes:
-        calls: The number of calls of gradtools functions; each resumption of a generator counts.
+        calls: The number of calls of gradtools functions, including each resumption of a generator.
         files: The number of files that define these functions.
         changes: The number of calls into another file than the file of the previous call.
     """
@@ -115,17 +115,17 @@ def _said(room: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables with which a subprocess imports this source tree."""
+    """Return environment variables for a subprocess that imports this source tree."""
     return {**os.environ, "PYTHONPATH": str(HOUSE.parent)}
 
 
 def blocks() -> dict[str, str]:
-    """Return the tree of each walk by the title of its block on the page."""
+    """Return a dict from the title of each block on the page to its module tree."""
     return {f"{name}, {backend}": walked(name, backend) for name, backend in SHOWN}
 
 
 def counts() -> dict[str, Count]:
-    """Return the size of each walk by the title of its block on the page."""
+    """Return a dict from the title of each block on the page to the size of its call tree."""
     return {f"{name}, {backend}": counted(name, backend) for name, backend in ALL}
 
 

@@ -31,7 +31,7 @@ def keep_compiled(folder: Path) -> None:
     network's weights as constants are several megabytes each; the next run deletes them.
     """
     for entry in folder.glob("*-cache"):
-        with suppress(FileNotFoundError):  # another worker has already deleted it
+        with suppress(FileNotFoundError):  # another worker has already deleted the file
             if entry.stat().st_size > 1_000_000:
                 entry.unlink()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))

@@ -1,9 +1,9 @@
-"""The sweep over JAX: every function of jax.lax, jax.numpy and related modules.
+"""The sweep over all functions of jax.lax, jax.numpy and related modules.
 
-A program is a case of `jax_programs`. All ways of differentiating a case are traced into one
-function and compiled together with JAX's own derivatives. If a way raises an error during tracing,
-the error is recorded and the other ways are traced. A way may raise only if JAX's own derivative
-raises.
+A program is a case of `jax_programs`. All operators are traced into one function for each case,
+which is compiled together with JAX's own derivatives. If an operator raises an error during
+tracing, the error is recorded and the other operators are traced. An operator may raise an error
+only if JAX's own derivative raises an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NOTHING = 1e-13  # maximum absolute error if all expected entries are zero
 
 
 def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) -> list[Outcome]:
-    """Return the outcome of every program in every way.
+    """Return the outcome of every program for every operator.
 
     Args:
         programs: Cases of `jax_programs`.
-        whole: Whether to run all samples, also with complex numbers, in all ways; otherwise only
-            the first sample in the principal ways.
-        eager: Whether each way runs separately and without compilation.
+        whole: Whether to run all samples, also with complex numbers, with all operators. Otherwise
+            the sweep runs only the first sample with the principal operators.
+        eager: Whether each operator runs separately and without compilation.
     """
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
@@ -292,7 +292,7 @@ def _point(case: Case, f: Any, dtype: str) -> Point:
 
 
 def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dict[str, str]]:
-    """Return the results of JAX and of each way, and the errors of ways that raised."""
+    """Return the results of JAX and of each operator, and the errors that operators raised."""
     errors: dict[str, str] = {}
     needed = {way.gives for way in ways} | {"pushforward"}
     tasks = [(n, run) for n, run in NATIVE.items() if n in needed]
@@ -312,7 +312,8 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
     arrays = (point.xs, point.ts, point.cs)
     try:
         found = jax.device_get((everything if eager else jax.jit(everything))(*arrays))
-    except Exception:  # one way fails to compile in XLA, so each way is compiled separately
+    except Exception:
+        # one operator fails to compile in XLA, so all operators run without compilation
         if eager:
             raise
         return _computed(point, ways, eager=True)
@@ -320,7 +321,7 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
 
 
 def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Return the largest difference relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry, where NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return np.inf
     a, b = (np.concatenate([np.ravel(x) for x in xs]) for xs in (found, expected))

@@ -1,15 +1,15 @@
-"""The sweep over PyTorch: the programs of its tables, differentiated in every way.
+"""The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
 
-A way must equal PyTorch's own derivatives of a program f at x with a random tangent u and a random
-cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of f), so
-that linear operators have nonzero second derivatives:
+Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
+a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of
+f), so that linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad
              transpose of the pullback
 
-A way returns one of these numbers. It may raise only if the first derivative that it names raises
-in PyTorch.
+Each operator returns one of these derivatives. An operator may raise an error only if PyTorch
+raises an error for the first derivative in `gives`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.sweeps.torch_programs import (
 )
 
 Tensors = Sequence[torch.Tensor]
-_SMALL = 40  # Maximum number of input and output entries for full matrices.
+_SMALL = 40  # Maximum number of input and output entries for which full Jacobians are computed.
 _TOLERANCE = {1: 1e-9, 2: 1e-7}  # Second derivatives of ill-conditioned operations lose digits.
 
 
@@ -242,7 +242,7 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """The forward rule uses gradtools' jvp; torch.func.jvp does not nest in dual numbers."""
+    """The forward rule uses gradtools' jvp, because torch.func.jvp fails inside of dual levels."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule
@@ -284,11 +284,12 @@ def _mixed_partial(p: Point) -> Any:
 def sweep(
     whole: bool = False, tables: Iterable[str] = tuple(TABLES), part: tuple[int, int] = (0, 1)
 ) -> Iterator[Outcome]:
-    """Yield the outcome of every program in every way.
+    """Yield the outcome of every program for every operator.
 
     Args:
-        whole: Whether to run all ways, several samples and in-place variants; otherwise one sample
-            of each operator with some of the quick ways, in turn.
+        whole: Whether to run all operators of gradtools on several samples and in-place variants.
+            Otherwise the sweep runs some quick operators, in turn, on one sample of each table
+            entry.
         tables: Names of the tables in `TABLES`.
         part: `(i, n)` runs the i-th of n parts of the sweep.
     """
@@ -311,7 +312,7 @@ def _swept_entry(entry: TableEntry, ways: Sequence[Way], whole: bool) -> Iterato
 
 
 def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[Outcome]:
-    """Yield the outcomes of one program in the given ways."""
+    """Yield the outcomes of one program for the given operators."""
     about = lambda way, *told: Outcome(program.name, way, program.sample, program.dtype, *told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -352,7 +353,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
 
 
 def distance(found: Tensors, expected: Tensors) -> float:
-    """Return the largest difference relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry, where NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return float("inf")
     a, b = (

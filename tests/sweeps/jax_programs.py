@@ -1,9 +1,9 @@
 """The programs of the JAX sweep: a table of arguments for each public function.
 
 The functions are found by walking JAX's namespaces. The table lists the arguments at which each
-function is differentiated, and the names that have no derivative. The sweep reports a name that is
-in neither list as new in this version of JAX. Arguments are farther from kinks, poles, branch cuts
-and ties than a step of the finite differences.
+function is differentiated, and the names of functions without derivatives. The sweep reports other
+names as new in this version of JAX. The distance of arguments from kinks, poles, branch cuts and
+ties is larger than a finite-difference step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sweep over everything that PyTorch can differentiate, and tests that it detects errors.
+"""The sweep over all differentiable operations of PyTorch, and tests that it detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
 tables, with a third of the principal ways in turn for each operator. The mark `sweep` selects the

@@ -134,7 +134,7 @@ def _has(table: str, info: Any, variant: str) -> bool:
 def programs(
     entry: TableEntry, dtype: str = "float64", most: int = 1
 ) -> tuple[list[TableProgram], str]:
-    """Return at most `most` programs of an entry, and the reason if there is no program."""
+    """Return at most `most` programs of an entry, and a reason if the entry has no program."""
     import torch
 
     with _seeded(zlib.crc32(entry.name.encode())), warnings.catch_warnings():
@@ -151,7 +151,7 @@ class _Nothing(Exception):
 
 
 def _chosen(found: list[tuple[bool, int, TableProgram]], most: int) -> list[TableProgram]:
-    """Prefer programs with moderate numbers and a nonzero gradient, then small programs."""
+    """Select programs, first by moderate numbers and nonzero gradients, and then by size."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
     return sorted((program for _, _, program in order[:most]), key=lambda p: p.sample)

@@ -280,7 +280,7 @@ OF_NAN = (
 
 
 def _stories() -> list[Any]:
-    """Return the stories except for the stories about NaN gradients."""
+    """Return the programs in test_jax.py, except for programs about NaN gradients."""
     if "jax" not in gradtools.available_backends():
         return []
     from tests.stories.test_jax import STORIES

@@ -1,4 +1,4 @@
-"""Arguments, comparisons and side effects of `cross_check`."""
+"""Tests of the arguments, comparisons and side effects of `cross_check`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Faults injected into each call of the user's function must leave no state behind.
+"""Faults injected into each call of the user's function must not change any state.
 
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
 one of its calls. The fault must reach the user, and the process state, the arguments and their
-`.grad` must be bitwise unchanged. Afterwards the same use without a fault must return its earlier
-result, so no cache is corrupted.
+`.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return the
+earlier result, so no cache is corrupted.
 """
 
 from __future__ import annotations

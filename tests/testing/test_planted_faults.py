@@ -1,4 +1,4 @@
-"""`cross_check` finds and names each planted fault."""
+"""`cross_check` reports the quantity and the cause of each planted fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes of a lost gradient in PyTorch, each with its kind and line, and healthy functions."""
+"""PyTorch functions that lose gradients, with kind and line of the loss, and healthy functions."""
 
 from __future__ import annotations
 

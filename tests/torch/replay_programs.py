@@ -277,7 +277,7 @@ of_weight(
 
 
 class Keeps(nn.Module):
-    """A module that stores an attached mean and adds it to the output of the next call."""
+    """A module that adds a stored mean, which has a graph, to the output of the next call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ X = torch.linspace(-1.0, 9.0, 33, dtype=torch.float64).sin().reshape(11, 3)
 
 
 def contrast(y):
-    """A loss that couples all rows of the batch."""
+    """Return a loss that couples all rows of the batch."""
     y = y.reshape(len(y), -1)
     return torch.logsumexp(y @ y.T, 1).sum() - (y * y.roll(1, 0)).sum()
 

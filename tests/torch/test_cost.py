@@ -1,4 +1,4 @@
-"""Overhead of gradtools in PyTorch, in counted operations and saved bytes."""
+"""The overhead of gradtools in PyTorch in numbers of operations and saved bytes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_the_flops_are_four_forwards():
     with torch.no_grad():
         forward = flops(lambda: net(x))
     of_loss = flops(lambda: loss(torch.zeros(len(x), 16, requires_grad=True)).backward())
-    # x requires no gradient, so the first layer computes no input gradient
+    # x does not require grad, so the first layer computes no input gradient
     first = flops(lambda: net[0](x[:CHUNK]))
     expected = 4 * forward + of_loss - 8 * first
     assert flops(lambda: step(net, x)) == expected

@@ -1,6 +1,6 @@
 """Results and numbers of Python calls of eager custom rules on the fast path.
 
-The first calls of a rule take the slow path, so each test first calls the rule several times.
+The first calls of a rule use the slow path, so each test first calls the rule several times.
 """
 
 from __future__ import annotations

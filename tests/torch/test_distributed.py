@@ -1,7 +1,7 @@
 """Chunked functions and `all_gather` in several processes, compared with one process.
 
-Each group of processes is started only once. Every check runs in all of these processes, and the
-test compares their results. A process that hangs is terminated and fails the test.
+Each group of processes is started only once. Every check runs in all processes of a group, and the
+test compares the results. A process that hangs is terminated and fails the test.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def contrast(mine, everything, first=0):
 
 
 class Step(nn.Module):
-    """A model with its loss as one module for DistributedDataParallel."""
+    """A module for DistributedDataParallel that contains a model and computes its loss."""
 
     def __init__(self, encoder, encode, loss):
         super().__init__()

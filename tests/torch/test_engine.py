@@ -326,7 +326,7 @@ def test_a_mixed_partial_trains_the_parameters_of_G():
 
 
 class _Detached(torch.autograd.Function):
-    """x^2 with a backward pass that records no graph."""
+    """A Function for x^2 whose backward pass records no graph."""
 
     @staticmethod
     def forward(ctx, x):

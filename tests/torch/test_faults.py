@@ -60,7 +60,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         if a.dtype.kind in "US":
             assert a.tolist() == b.tolist()
         else:
-            # other strides select other kernels, which round differently
+            # with other strides, PyTorch uses other kernels, whose rounding differs
             np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)
 
 
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 class Flag:
-    """A context manager that sets a flag."""
+    """A context manager that sets a flag of the process and restores it."""
 
     def __init__(self, get: Any, put: Any) -> None:
         self.get, self.put = get, put

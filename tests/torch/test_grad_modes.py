@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 class Asking(torch.autograd.Function):
-    """A Function that runs a program in its backward pass."""
+    """A Function whose backward pass computes a derivative by a given program."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, program: Any, results: list[Any]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Rules and edits that return their input, followed by in-place writes.
 
 The output has its own memory. Therefore each program must return the same number as PyTorch's
-reverse mode for the identity `x.clone()`. Only a rule that has saved its input may raise, like any
-operation whose input is changed before its backward pass.
+reverse mode for the identity `x.clone()`. Only a rule that has saved its input may raise an error,
+because the saved input is changed before the backward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training through a Jacobian-vector product, as in MeanFlow, with common training setups.
 
-The expected values come from the same loss with the math kernel in float64 and finite differences
-along the path. The tests vary the kind of attention, `gt.checkpoint`, the precision and the
-compiler.
+The expected values come from the same loss with the math kernel in float64, where finite
+differences replace the tangent. The tests vary the kind of attention, `gt.checkpoint`, the
+precision and the compiler.
 """
 
 from __future__ import annotations

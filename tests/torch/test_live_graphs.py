@@ -1,4 +1,4 @@
-"""Gradient graphs of existing tensors, read from autograd's graph."""
+"""Gradient graphs of existing tensors, which gradtools reads from autograd's graph."""
 
 import pytest
 import torch

@@ -57,7 +57,7 @@ class Lambda(nn.Module):
 
 
 class Table(nn.Module):
-    """A module with a dict whose keys are parameters."""
+    """A module with an attribute that is a dict whose keys are parameters."""
 
     def __init__(self):
         super().__init__()

@@ -18,8 +18,9 @@ from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
-OF_THE_HOST = {"asarray", "random_key", "split_key"}  # Functions without array arguments.
-WAITS = {  # Host synchronizations of a call after the first.
+# Functions that have no array arguments, so their results are not on the device.
+OF_THE_HOST = {"asarray", "random_key", "split_key"}
+WAITS = {  # The number of host synchronizations in a second call.
     "asarray": 1,  # The use converts an array with `to_numpy`.
     "to_numpy": 1,
     # copies the operands of the kernel and the operands of its pullback

@@ -117,7 +117,7 @@ def test_how_often_outputs_are_compared(verify):
         with pytest.raises(GradtoolsError, match="returns other values"):
             step(1)
     else:
-        step(1)  # only the first backward pass compares values, or none does
+        step(1)  # `verify` compares values only in the first backward pass, or never
 
 
 @pytest.mark.filterwarnings("ignore:.*batch normalization")

@@ -175,7 +175,7 @@ def test_inside_a_transform_it_is_refused(transform):
 
 
 def test_a_healthy_function_runs_once_however_many_leaves_it_has():
-    calls = itertools.count()  # a snapshot cannot restore the counter
+    calls = itertools.count()  # gradtools cannot restore the state of the counter
 
     def f(params):
         next(calls)

@@ -1,4 +1,4 @@
-"""Rules in PyTorch: workarounds for upstream bugs, and PyTorch's own checks."""
+"""Tests of workarounds for upstream bugs in rules, and of PyTorch's own checks."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
     level = upstream.enter_forward_level()
     try:
         assert level == upstream.forward_level() == 0
-        # None means that a level exists already
+        # the result is None, because a level already exists
         assert upstream.enter_forward_level() is None
         x = upstream.make_dual(torch.ones(2), torch.full((2,), 3.0), level=0)
         assert upstream.unpack_dual(x * 2, level=0)[1].tolist() == [6.0, 6.0]

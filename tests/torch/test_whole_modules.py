@@ -1,4 +1,4 @@
-"""A torch.nn.Module in place of a pytree of arrays, compared with plain loops and `backward`."""
+"""A torch.nn.Module as an argument of operators, compared with plain loops and `backward`."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ AT_A_MODULE = {
 
 
 class AtItself:
-    """Apply f to the module itself."""
+    """Call `f` with the module."""
 
     def __init__(self, net):
         self.ones = directions(net)
@@ -218,7 +218,7 @@ class AtItself:
 
 
 class AtItsParameters(AtItself):
-    """Apply f to a dict of parameters that require grad."""
+    """Call `f` with a dict of the parameters that require grad."""
 
     def __init__(self, net):
         super().__init__(net)

@@ -1,7 +1,7 @@
 """Training losses in PyTorch with planted bugs, for `tests/torch/test_lost_in_training.py`.
 
-Each entry makes a loop with a model, an optimizer and a loss. The expected findings are checked
-without gradtools: some plain optimizer steps show which parameters do not change.
+Each entry creates a `Loop` with a model, an optimizer and a loss. The expected findings are checked
+without gradtools: plain optimizer steps determine which parameters do not change.
 """
 
 from __future__ import annotations

@@ -97,27 +97,27 @@ CONNECTED = {
     "round, with derivative zero": (jnp.round, X),
     "the power zero": (lambda x: x**0, X),
     "a product with zero": (lambda x: 0 * x, X),
-    "where, by its branches": (lambda x: jnp.where(x > 0, x, 0), X),
-    "logsumexp, with its stopped shift": (jax.nn.logsumexp, X),
+    "where with respect to its branches": (lambda x: jnp.where(x > 0, x, 0), X),
+    "logsumexp with a stopped shift": (jax.nn.logsumexp, X),
     "the first derivative of relu": (jax.grad(jax.nn.relu), ONE),
     "the gradient of a sum of squares": (jax.grad(lambda x: (x**2).sum()), X),
-    "a solve, by its matrix, whose LU is stopped": (lambda a: jnp.linalg.solve(a, X), A),
+    "a solve with respect to its matrix": (lambda a: jnp.linalg.solve(a, X), A),
     "an implicit root, found by comparisons": (newton, ONE),
     "the values of a sort with keys": (lambda x: lax.sort((X, x), num_keys=1)[1], X),
-    "a gather at argmax, by its values": (lambda x: x[jnp.argmax(x)], X),
-    "a scatter, by its operand": (lambda x: x.at[0].set(1.0), X),
+    "a gather at argmax with respect to its values": (lambda x: x[jnp.argmax(x)], X),
+    "a scatter with respect to its operand": (lambda x: x.at[0].set(1.0), X),
     "at apply": (lambda x: x.at[0].apply(jnp.sin), X),
     "a custom reduction": (lambda x: lax.reduce(x, ONE, lambda a, b: a * b + a, (0,)), X),
     "max pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "SAME"), X),
     "an associative scan": (lambda x: lax.associative_scan(jnp.multiply, x), X),
     "lax.map": (lambda x: lax.map(jnp.sin, x), X),
-    "a scan, by its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
-    "a scan, by its xs": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
-    "a scan, by its captured values": (
+    "a scan with respect to its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
+    "a scan with respect to its xs": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
+    "a scan with respect to its captured values": (
         lambda x: lax.scan(lambda c, a: (c + x[0] * a, None), ONE, X)[0],
         X,
     ),
-    "a scan of length 0, by its initial carry": (
+    "a scan of length 0 with respect to its initial carry": (
         lambda x: lax.scan(lambda c, _: (stop(c), None), x, None, length=0)[0],
         X,
     ),
@@ -126,11 +126,11 @@ CONNECTED = {
         X,
     ),
     "a loop through several carries": (slow_carry, ONE),
-    "a while loop, by its carry": (
+    "a while loop with respect to its carry": (
         lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
         X,
     ),
-    "a while loop, by its captured values": (
+    "a while loop with respect to its captured values": (
         lambda x: lax.while_loop(lambda c: c < 9, lambda c: c + x[0], ONE),
         X,
     ),
@@ -165,7 +165,7 @@ CONNECTED = {
     "a random draw that is scaled": (lambda x: x * jax.random.normal(jax.random.key(0), (3,)), X),
     "a reparameterised gamma": (lambda x: jax.random.gamma(jax.random.key(0), x), X + 2),
     "a change of precision": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), X),
-    "a stop next to an open path": (lambda x: stop(x) * x, X),
+    "a stop_gradient with a second, differentiable path": (lambda x: stop(x) * x, X),
     "the real part": (jnp.real, Z),
     "a complex number from real parts": (lambda x: lax.complex(x, 2 * x), X),
 }

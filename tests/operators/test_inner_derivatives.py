@@ -89,7 +89,7 @@ INNER = (
         lambda gt, y, xp: gt.grad(lambda z: y + z**2)(_z(gt)),
         0.0,
     ),
-    Inner("cut and also used", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
+    Inner("cut, with a second path", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
     Inner("hessian of a square", lambda gt, x, xp: gt.hessian(lambda z: z**2)(x), 0.0),
     Inner(
         "jvp of a linear function", lambda gt, x, xp: gt.jvp(lambda z: 3 * z, (x,), (x,))[1], 3.0

@@ -36,8 +36,8 @@ def _sum(*terms):
 
 GIVEN = {
     "both maps": ("tangent", "cotangent"),
-    "the tangent map alone": ("tangent",),
-    "the cotangent map alone": ("cotangent",),
+    "only the tangent map": ("tangent",),
+    "only the cotangent map": ("cotangent",),
 }
 
 # A function whose outputs have other shapes than its inputs: (x, y) -> (x sum(y), y sum(x^2)).

@@ -112,7 +112,9 @@ _MEANT = {
     "a straight-through estimator": lambda gt, x: gt.straight_through(gt.xp.round)(x) * x,
     "a surrogate": lambda gt, x: gt.straight_through(gt.xp.sign, gt.xp.tanh)(x) * x,
     "a target": lambda gt, x: x * 2 - gt.stop_gradient(x * 3),
-    "straight-through by a stop": lambda gt, x: (x + gt.stop_gradient(gt.xp.round(x) - x)) * x,
+    "a straight-through estimator by stop_gradient": lambda gt, x: (
+        (x + gt.stop_gradient(gt.xp.round(x) - x)) * x
+    ),
     "first-order MAML": lambda gt, x: x - gt.stop_gradient(gt.grad(square(gt, gt.xp.sin))(x)),
     "MAML": lambda gt, x: x - 0.1 * gt.grad(square(gt, gt.xp.sin))(x),
     "a rule": lambda gt, x: _rule(gt)(x),

@@ -209,7 +209,7 @@ SHARED_HEALTHY: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A training loop that loses gradients.
+    """A training loop with a planted bug, and the expected report of why_zero.
 
     Attributes:
         make: Returns a loop with the attributes `model`, `optimizer` and `closure`.

@@ -1,6 +1,6 @@
 """Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
-A test is quick unless a mark on its file (``pytestmark``) or function says otherwise:
+A test is quick unless a mark on its file (``pytestmark``) or function defines another tier:
 
     @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # one value, or all values of a tuple
     @pytest.mark.sweep_at("third order")                   # these cases run only in the sweep

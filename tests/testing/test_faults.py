@@ -1,9 +1,9 @@
 """Faults injected into each call of the user's function must not change any state.
 
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
-one of its calls. The fault must reach the user, and the process state, the arguments and their
-`.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return the
-earlier result, so no cache is corrupted.
+one of its calls. The user must get the fault as an error, and the process state, the arguments and
+their `.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return
+the earlier result, so no cache is corrupted.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def outcome(use: Use, w: World) -> Any:
 
 
 def reaches(found: Any, planted: BaseException) -> bool:
-    """Return whether the fault reaches the user as the same error or as text in another error.
+    """Return whether the user gets the fault as the same error or as text in another error.
 
     `measure` reports the fault in a note about the missing derivative.
     """

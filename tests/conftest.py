@@ -3,7 +3,7 @@
 XLA's code generator would take most of the time of the JAX tests, so programs that run are compiled
 without optimization, which is five times as fast. Programs compiled ahead of time, as in
 ``jax.jit(f).lower(x).compile()``, use XLA's own defaults, because tests count their flops and bytes
-and read their text. GRADTOOLS_TEST_OPTIMIZED=1 keeps XLA's defaults everywhere.
+and read their text. If GRADTOOLS_TEST_OPTIMIZED=1, all programs use XLA's defaults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.devices import placed
 
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
-TIMES: dict[str, float] = {}  # Seconds of each test.
+TIMES: dict[str, float] = {}  # The seconds that each test takes.
 LEFT: dict[str, Any] = {}  # State of the process after the last test.
 
 
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases as slow or as a sweep by the marks on their test functions."""
+    """Mark test cases as slow or as a sweep, as the marks of their test functions specify."""
     tiers.mark_tiers(items)
 
 
@@ -79,7 +79,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds = getattr(report, "processor_time", 0.0)  # a crashed process reports no time
+    # a process that crashes has no report of its time
+    seconds = getattr(report, "processor_time", 0.0)
     TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + seconds
 
 
@@ -91,8 +92,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Garbage collection took a twentieth of the time and finds little; tests that need a collection
-    # call gc.collect.
+    # Automatic garbage collection took a twentieth of the time and frees little memory. Tests that
+    # need a collection call gc.collect.
     gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:
@@ -102,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         keep_compiled(config.rootpath / ".pytest_cache" / "jax")
         import jax.experimental
-        import jax.export  # older versions of JAX do not import it by themselves
+        import jax.export  # older versions of JAX do not import this submodule
 
         compile_quickly()
         if not hasattr(jax, "enable_x64"):  # JAX 0.7
@@ -136,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files whose backend is not wanted: torch/ and jax/ need one, both/ needs both.
+    """Skip the test folders of backends that are not selected; both/ requires both backends.
 
     Tests of integrations with other packages are collected only if selected by mark or by file.
     """
@@ -154,9 +155,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def what_stays_is_not_collected_again() -> None:
     """Freeze cached objects before each module; JAX's caches contain millions of objects.
 
-    A test that counts or collects objects considers only newer objects. Compiled code is dropped,
-    because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is replaced,
-    because it takes half a second and `measure` only needs to know that it is nonzero.
+    A test that counts or collects objects then processes only newer objects. Compiled code is
+    dropped, because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is
+    replaced, because it takes half a second and `measure` only needs to know that it is nonzero.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
@@ -243,9 +244,9 @@ def torch_device(device: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that leaves a level, a mode or a default changed.
+    """Fail a test that changes a level, a mode or a default and does not restore it.
 
-    Changes between two tests, such as changes during garbage collection, fail the later test.
+    If state changes between two tests, such as during garbage collection, the later test fails.
     """
     before = state_of_process.quick()
     changed = state_of_process.changes(LEFT, before)

@@ -1,8 +1,8 @@
 """Custom rules with one planted mistake each, and correct custom rules, for tests of `check_rule`.
 
 Each program returns a rule made by `gt.custom_rule` or `gt.host_function` and the arguments at
-which it is checked. `says` lists words that the error message must contain: the mode, the argument
-and the place of the mistake.
+which it is checked. `says` lists words that the error message must contain, such as the mode and
+the argument with the mistake.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ right = RIGHT.add
 def mistake(name: str, *says: str, only: str = "") -> Any:
     """Register a program whose check must raise an error that contains `says`.
 
-    `only` names the backend that allows the mistake, where one alone does.
+    If only one backend allows the mistake, `only` is the name of that backend.
     """
     return MISTAKES.add(name, says, only)
 
@@ -39,7 +39,7 @@ def vjp(gt: Any, fun: Any, fwd: Any, bwd: Any, **options: Any) -> Any:
 
 
 def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
-    """Return a program of f(xp, *args) with the rule bwd(xp, residuals, cotangent)."""
+    """Return a program for the function f(xp, *args) with rule bwd(xp, residuals, cotangent)."""
 
     def program(gt: Any) -> Any:
         fun = lambda *xs: f(gt.xp, *xs)
@@ -50,7 +50,7 @@ def by_bwd(f: Any, bwd: Any, *args: Any, res: Any = None) -> Any:
 
 
 def by_jvp(f: Any, tangent: Any, *args: Any) -> Any:
-    """Return a program of f(xp, *args) with the forward rule tangent(gt, primals, tangents)."""
+    """Return a program for f(xp, *args) with the forward rule tangent(gt, primals, tangents)."""
 
     def program(gt: Any) -> Any:
         rule = gt.custom_rule(lambda *xs: f(gt.xp, *xs))
@@ -86,7 +86,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
         ("argument 1",), matvec,
         lambda xp, r, c: (c[:, None] * r[1][None, :], r[0] @ c), A, V,
     ),
-    "an outer product the wrong way": (
+    "a transposed outer product": (
         ("argument 0", "transposed"), matvec,
         lambda xp, r, c: (r[1][:, None] * c[None, :], xp.permute_dims(r[0], (1, 0)) @ c), A, V,
     ),
@@ -97,7 +97,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
     "a broadcast that is not summed": (
         ("array 1", "shape (3, 3)"), lambda xp, x, b: x + b, lambda xp, r, c: (c, c), A, V,
     ),
-    "None where it is not zero": (
+    "None for a nonzero cotangent": (
         ("argument 1", "None"), product, lambda xp, r, c: (r[1] * c, None), X, Y,
     ),
     "the cotangent forgotten": (
@@ -106,7 +106,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
     "a missing conjugate": (
         ("argument 0", "conjugate"), square, lambda xp, r, c: (2 * r[0] * c,), Z,
     ),
-    "wrong for negative numbers alone": (
+    "wrong only for negative numbers": (
         ("argument 0", "in places"), lambda xp, x: xp.where(x > 0, x, 0.1 * x),
         lambda xp, r, c: (xp.where(r[0] > 0, c, 0.0 * c),), X,
     ),
@@ -123,7 +123,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
 }  # fmt: skip
 for _name, (_says, *_rest) in BWD.items():
     mistake(_name, "bwd", *_says)(by_bwd(*_rest))
-mistake("the output saved for the input", "bwd", "argument 0")(
+mistake("the output saved instead of the input", "bwd", "argument 0")(
     by_bwd(sin, lambda xp, y, c: (xp.cos(y) * c,), X, res=lambda gt, x: gt.xp.sin(x))
 )
 mistake("None in the forward rule", "jvp", "argument 0", "None")(
@@ -140,7 +140,7 @@ mistake("a tangent left out", "jvp", "argument 1")(
 # --- a rule whose parts contradict each other --------------------------------------------------
 
 
-@mistake("fwd computes something else", "fwd's value", "output")
+@mistake("fwd returns another value", "fwd's value", "output")
 def _(gt):
     f = lambda x: gt.xp.log1p(gt.xp.exp(x))
     fwd = lambda x: (gt.xp.log(1.001 + gt.xp.exp(x)), x)
@@ -172,18 +172,18 @@ def _(gt):
 # --- second order ------------------------------------------------------------------------------
 
 _by_cos = lambda xp, cos, c: (cos * c,)
-mistake("a residual that is detached", "residual [0]", "argument 0", "second")(
+mistake("a detached residual", "residual [0]", "argument 0", "second")(
     by_bwd(sin, _by_cos, X, res=lambda gt, x: gt.stop_gradient(gt.xp.cos(x)))
 )
-mistake("a residual read from outside", "residual", "second", only="torch")(
+mistake("a residual that NumPy computes", "residual", "second", only="torch")(
     by_bwd(sin, _by_cos, X, res=lambda gt, x: gt.asarray(np.cos(gt.to_numpy(x))))
 )
-mistake("the forward rule takes a primal as a constant", "jvp is right at first order", "second")(
+mistake("the forward rule takes a primal as a constant", "jvp is correct at first order", "second")(
     by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X)
 )
 
 
-@mistake("bwd takes a residual as a constant", "bwd is right at first order", "argument 0")
+@mistake("bwd takes a residual as a constant", "bwd is correct at first order", "argument 0")
 def _(gt):
     bwd = lambda xp, r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)
     return by_bwd(lambda xp, x: x**3, bwd, X)(gt)
@@ -209,7 +209,7 @@ def _(gt):
 # --- wrong under vmap only, and side effects ---------------------------------------------------
 
 
-@mistake("wrong in a batch alone", "batch", "argument 0")
+@mistake("wrong only in a batch", "batch", "argument 0")
 def _(gt):
     def scaled(x, c):
         return 2 * x * c / max(1, x.ndim)  # right for a single example, wrong under vmap
@@ -296,7 +296,7 @@ RIGHT_BWD = {  # f, bwd, the arguments
         lambda xp, x, n: x**n,
         lambda xp, r, c: (r[1] * r[0] ** (r[1] - 1) * c, None), POSITIVE, np.int64(3),
     ),
-    "a dict, and two outputs": (
+    "a dict and two outputs": (
         lambda xp, p: {"y": p["a"] * p["b"], "z": p["a"].sum()},
         lambda xp, r, c: ({"a": r[0]["b"] * c["y"] + c["z"], "b": r[0]["a"] * c["y"]},),
         {"a": X, "b": Y},
@@ -305,16 +305,16 @@ RIGHT_BWD = {  # f, bwd, the arguments
     "kinks": (
         lambda xp, x: xp.abs(x), lambda xp, r, c: (xp.sign(r[0]) * c,), np.array([1.0, 0.0, -2.0]),
     ),
-    "a tie that is shared": (lambda xp, x: xp.max(x), _shared_tie, TIES),
-    "a tie that goes to the first": (lambda xp, x: xp.max(x), _first_of_ties, TIES),
-    "numbers of very different size": (
+    "a tie whose gradient is split": (lambda xp, x: xp.max(x), _shared_tie, TIES),
+    "a tie with the gradient at one entry": (lambda xp, x: xp.max(x), _first_of_ties, TIES),
+    "numbers of very different magnitude": (
         product, lambda xp, r, c: (r[1] * c, r[0] * c), 1e8 * X, 1e-7 * Y,
     ),
     "float32": (sin, _by_cosine, X.astype(np.float32)),
     "one domain alone": (
         lambda xp, x: xp.log(x), lambda xp, r, c: (c / r[0],), 1e-3 * POSITIVE,
     ),
-    "rows of a matrix by an index": (lambda xp, x, i: x[i], _rows, X, np.array([2, 0, 2])),
+    "rows of a matrix at given indices": (lambda xp, x, i: x[i], _rows, X, np.array([2, 0, 2])),
 }  # fmt: skip
 for _name, _of in RIGHT_BWD.items():
     right(_name)(by_bwd(*_of))

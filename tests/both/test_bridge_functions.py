@@ -1,4 +1,4 @@
-"""Functions of the scenario table through the bridge, compared with the native function."""
+"""Bridged functions of the scenario table, compared with the native functions."""
 
 import jax
 import jax.numpy as jnp

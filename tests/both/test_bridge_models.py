@@ -1,4 +1,4 @@
-"""Models across the bridge: state, random keys, train and eval mode, optimizers, edits."""
+"""Bridged models: state, random keys, train and eval mode, optimizers and gradient edits."""
 
 import copy
 

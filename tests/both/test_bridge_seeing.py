@@ -1,4 +1,4 @@
-"""Bridged functions in formulas, graphs and costs: each is one operation with its own name."""
+"""Formulas, graphs and costs show each bridged function as one operation with its own name."""
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,8 @@ def test_a_bridged_function_is_one_operation_and_no_loss(own_and_f):
 
 
 def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_its_gradient():
-    # PyTorch's autograd is disabled inside of an operation, and JAX caches its result for every
-    # later call.
+    # PyTorch's autograd is disabled inside of an operation, and JAX reuses the trace of the first
+    # call in all later calls.
     f = bridge.to_torch(lambda a: bridge.to_jax(square_in_torch)(a) * 3)
     x = torch.from_numpy(MATRIX).requires_grad_()
     cost(gt, gt.grad(f), x)

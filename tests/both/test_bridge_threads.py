@@ -1,4 +1,4 @@
-"""The bridge under load: many threads must finish without hangs, leaks or wrong numbers."""
+"""Calls of bridged functions in many threads cause no hangs, leaks or wrong numbers."""
 
 import gc
 import threading
@@ -16,7 +16,7 @@ THREADS, CALLS = 16, 800
 
 
 def together(work, each):
-    """Run work(i, k) `each` times in each thread; return the errors and whether all joined."""
+    """Run work(i, k) `each` times in each thread; return errors and whether all threads ended."""
     wrong = []
 
     def loop(i):

@@ -60,7 +60,7 @@ KINDS = {
 
 
 def inside(tree):
-    """Return x and mask of one of the containers below."""
+    """Return the entries `x` and `mask` of a mapping, an object, or a list of dicts."""
     if isinstance(tree, list):
         return inside(tree[0]["y"])
     if isinstance(tree, collections.abc.Mapping):

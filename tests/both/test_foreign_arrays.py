@@ -1,6 +1,7 @@
 """Every operator raises an error for an array of the other framework, in both directions.
 
-A framework treats an array of the other framework as a constant, so an edit would do nothing.
+A framework treats an array of the other framework as a constant, so a gradient edit of the array
+would have no effect.
 """
 
 from __future__ import annotations

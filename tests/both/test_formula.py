@@ -1,4 +1,4 @@
-"""Formulas of the same function in PyTorch and in JAX are equal texts.
+"""The formulas of a function in PyTorch and in JAX are equal strings.
 
 Each function is written once, with ``gt.xp``.
 """
@@ -41,7 +41,7 @@ LABELS = np.array([2, 0, 1, 1])
 
 @dataclass(frozen=True)
 class Written:
-    """A function of ``gt`` and its arguments, shared by both backends."""
+    """A function of ``gt`` and arrays, with its arguments, which both backends use."""
 
     f: Callable[..., Any]
     args: tuple[np.ndarray, ...]
@@ -152,7 +152,7 @@ FUNCTIONS: dict[str, Written] = {
     "attention of a batch": Written(attention, (real(2, 5, 4), real(2, 5, 4), real(2, 5, 4))),
 }
 
-# Operations that the formula writes by their names because it has no algebra for them.
+# Operations that a formula shows by name because they have no symbolic form.
 BY_NAME = {
     "solve": ("solve",),
 }
@@ -165,7 +165,7 @@ def lines(formula: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def formulas() -> dict[str, tuple[Any, Any]]:
-    """Return a cache of the formulas of PyTorch and JAX by function name."""
+    """Return an empty cache, which maps function names to formulas in PyTorch and JAX."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Formulas at particular arguments: ties, overflow, and output that was not requested."""
+"""Formulas at ties and at arguments that overflow, and derivations of several outputs."""
 
 from __future__ import annotations
 

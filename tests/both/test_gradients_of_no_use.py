@@ -99,12 +99,12 @@ def softmax(gt, x):
 
 
 def adapted(gt, params, x):
-    """LoRA: the second matrix starts at zero."""
+    """Return a loss with a low-rank adapter (LoRA) whose second factor is zero."""
     return gt.xp.mean((x @ params["w"] + x @ params["A"] @ params["B"]) ** 2)
 
 
 def gated(gt, params, x):
-    """ReZero: the branch starts at zero."""
+    """Return a loss with a ReZero block, whose gate is zero."""
     return gt.xp.mean((x + params["gate"] * gt.xp.tanh(x @ params["w"])) ** 2)
 
 

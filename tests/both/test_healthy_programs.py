@@ -1,4 +1,4 @@
-"""why_zero reports nothing for correct programs: straight-through, targets, masks, constants."""
+"""why_zero reports nothing for correct programs with masks, constants or target networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements on the kernel and the rule of a host function; plain calls of a host function."""
+"""Requirements on the kernel and the rule of a host function, and plain calls."""
 
 from __future__ import annotations
 

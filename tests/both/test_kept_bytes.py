@@ -1,7 +1,8 @@
 """The bytes that a gradient graph reports as saved for backward equal the frameworks' own numbers.
 
-For PyTorch the numbers are the distinct storages seen by `saved_tensors_hooks`. For JAX the
-numbers are the distinct outputs of the compiled forward half of `jax.vjp` that are not inputs.
+For PyTorch the numbers are the sizes of the distinct storages that `saved_tensors_hooks` receives.
+For JAX the numbers are the sizes of the distinct outputs of the compiled forward half of `jax.vjp`
+that are not inputs.
 """
 
 import importlib
@@ -49,7 +50,7 @@ def weights(p, x):
 
 
 def told(gt, f, *args):
-    """Return the bytes of all values that the graph of f reports as kept, for all arguments."""
+    """Return the number of bytes that the gradient graph of f reports as saved for backward."""
     graph = gt.gradient_graph(f, *args, argnums=tuple(range(len(args))))
     return sum(graph.kept.values())
 

@@ -1,4 +1,4 @@
-"""Operators split keyword arguments as they split positional ones, compared with NumPy."""
+"""Operators split keyword arguments like positional arguments; NumPy computes the reference."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def data(gt, x):
 
 
 def loss_of(gt, out):
-    """A loss that is not a sum over examples."""
+    """Compute a loss that is not a sum over the examples."""
     return (out**2).sum() ** 1.5
 
 
@@ -106,12 +106,12 @@ CHECKS = {
 
 @pytest.fixture(params=list(CHECKS))
 def check(request):
-    """The check of one operator; JAX tests fewer sizes because it compiles each of them."""
+    """The function that checks an operator, and the name of the operator."""
     return CHECKS[request.param], request.param
 
 
 def default(operator, axes):
-    """Return in_axes with w shared for the operators that have no shared first argument."""
+    """Return `axes`, or by default in_axes that share w if the operator maps all arguments."""
     return {"w": None} if axes is None and operator in ("chunked", "vmap") else axes
 
 

@@ -1,4 +1,4 @@
-"""A linear kernel with an adjoint needs no rule: both modes, any order, vmap, complex numbers.
+"""A linear kernel with an adjoint has derivatives in every mode and order without a rule.
 
 The reference is the same linear map written in the framework.
 """
@@ -32,7 +32,7 @@ def product(gt, matrix, vectorized=False):
 
 
 def half_spectrum(gt):
-    """Return rfft as a host function; its adjoint accounts for the entries that rfft omits."""
+    """Return rfft as a host function whose adjoint accounts for the entries that rfft omits."""
 
     def adjoint(y):
         full = np.zeros(6, complex)
@@ -82,7 +82,7 @@ def numbers(gt, name, *lead, seed=2):
 
 
 def losses(gt, name):
-    """Return one nonlinear loss of the kernel and the same loss of the framework's own map."""
+    """Return a nonlinear loss of the kernel, and the same loss of the framework's linear map."""
 
     def of(linear):
         def loss(x):
@@ -165,7 +165,7 @@ def test_what_is_not_linear_is_refused_in_words(gt):
 
 
 def test_a_kernel_that_mixes_entries_is_differentiated_twice_outside_of_vmap(gt):
-    """Outside of vmap the backward rule is the author's, not the rule for a batch."""
+    """Outside of vmap, the backward pass calls the author's rule, not its batched version."""
     f = gt.host_function(lambda x: np.cumsum(x) ** 2)
     back = gt.host_function(lambda x, c: np.cumsum((2 * np.cumsum(x) * c)[::-1])[::-1])
     twice = gt.host_function(

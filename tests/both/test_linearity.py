@@ -1,7 +1,7 @@
-"""A rule whose other mode is derived by transposition must be linear.
+"""If gradtools derives the other mode of a rule by transposition, the rule must be linear.
 
-A nonlinear map raises an error in the derived mode. In its own mode it runs as written, and
-`check_rule` reports it. Rounding errors must not be reported as nonlinearity.
+A nonlinear map raises an error in the derived mode. In the mode of the rule, a nonlinear map runs
+without an error, but `check_rule` reports it. Rounding errors must not be reported as nonlinearity.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS = ("gt", "native", "compiled", "mapped", "in a loop", "in a checkpoint")
 
 
 def _rule(gt, name, given, kernel=False):
-    """Return sin whose forward or reverse rule is the map `name`, optionally as a host kernel."""
+    """Return sin with the map `name`, optionally a host kernel, as its forward or reverse rule."""
     change = gt.host_function(lambda x, v: MAPS[name](np, x, v).astype(x.dtype))
     run = change if kernel else lambda x, v: MAPS[name](gt.xp, x, v)
     rule = gt.custom_rule(lambda x: gt.xp.sin(x))
@@ -110,7 +110,7 @@ def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(gt, name, given):
 
 
 def _gradient(gt, kernel, dtype):
-    """Gradient of 2 x with the forward rule kernel(dx), whose declared transpose is identity."""
+    """A gradient by a forward rule kernel(dx), whose declared transpose is the identity."""
     host = gt.host_function(lambda x: kernel(x, dtype(BIG[dtype])).astype(dtype))
     host.defvjp(lambda x: (host(x), None), lambda _, ct: (ct,))
     rule = gt.custom_rule(lambda x: 2 * x)

@@ -1,4 +1,4 @@
-"""Random compositions of three operators: both frameworks return the same number or both refuse.
+"""Random compositions of three operators: both frameworks return the same number or raise an error.
 
 A composition is drawn once and run in both frameworks, which are compared with each other. Every
 operator maps a function of a vector to another function of a vector.
@@ -22,9 +22,10 @@ DRAWN = np.random.default_rng(7)
 SEED, TANGENT, COTANGENT, SLOPE, START = (DRAWN.normal(size=3) for _ in range(5))
 ROWS = DRAWN.normal(size=(4, 3))
 COUNT, QUICK, SLOW = 500, 12, 60
-# Messages of functions without forward mode, which only one of the frameworks may need.
+# Error messages for functions without forward mode. It is not a failure if only one framework
+# raises one of these errors.
 REVERSE_ONLY = ("reverse rule only", "jax.custom_vjp")
-# Relative tolerance: products of this depth lose fewer digits than this.
+# The relative tolerance, which is larger than the rounding errors of the compositions.
 CLOSE = 1e-9
 
 
@@ -114,7 +115,7 @@ OUTER = ("value", "grad", "torch.func.grad or jax.grad", "autograd.grad or jit(j
 
 @dataclass(frozen=True)
 class Composition:
-    """A start function, the operators around it from the innermost on, and the final quantity."""
+    """A start function, operators from the innermost to the outermost, and the final quantity."""
 
     begins: str
     names: tuple[str, ...]
@@ -151,7 +152,7 @@ def computed(gt, of):
             return gt.to_numpy(jax.jit(jax.grad(loss))(x))
         x = x.requires_grad_()
         value = loss(x)
-        # the derivative through `replace` is a constant without a graph
+        # a derivative of `replace` is a constant, which has no autograd graph
         if not value.requires_grad:
             return np.zeros(3)
         return gt.to_numpy(torch.autograd.grad(value, x)[0])

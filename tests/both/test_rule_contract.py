@@ -102,7 +102,7 @@ def test_a_host_functions_rule_may_be_set_after_calls(gt, x):
 
 
 def test_a_rule_that_can_be_called_is_taken_whatever_its_signature_says(gt):
-    """The signatures of bwd and of the forward rule are read without following `__wrapped__`."""
+    """gradtools reads the signatures of rules without following the attribute `__wrapped__`."""
 
     def f(x):
         return x * x

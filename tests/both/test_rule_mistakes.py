@@ -1,4 +1,4 @@
-"""`check_rule` reports each planted mistake with its place, and nothing for correct rules."""
+"""`check_rule` reports where each planted mistake is, and accepts correct rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""why_zero ignores a stop_gradient that an algorithm needs, and reports lost terms."""
+"""why_zero ignores a stop_gradient that an algorithm needs, and reports other lost gradients."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def conv_transpose(*args, **kwargs):
 
 
 t = torch.nn
-# name: PyTorch's layer, flax's layer, input shape, whether the channel axis moves
+# name: PyTorch's layer, flax's layer, input shape, and whether the channel axis moves
 LAYERS = {
     "linear": (lambda: t.Linear(3, 4), lambda: nn.Dense(4), (2, 3), False),
     "conv2d": (lambda: t.Conv2d(2, 5, (3, 2)), conv(5, (3, 2)), (2, 2, 7, 6), True),

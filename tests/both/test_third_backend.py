@@ -1,8 +1,8 @@
 """A minimal third backend: the defaults of `Backend` pass the tests that PyTorch's backend passes.
 
 `hips_backend.py` implements the abstract members and a function with a custom pullback; everything
-else comes from the defaults in `gradtools/backend.py`. PyTorch's backend computes the expected
-values with the same code.
+else comes from the defaults in `gradtools/backend.py`. The PyTorch backend computes the expected
+values by the same test functions.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_forward_mode_of_what_is_not_linear_is_refused_and_no_number(name):
     f = _edits(hips)[name]
     with pytest.raises(GradtoolsError, match=r"jvp: f contains .*, which has a reverse rule only"):
         hips.jvp(f, (X,), (X,))
-    assert hips.grad(f)(X).shape == X.shape  # the error leaves no state behind
+    assert hips.grad(f)(X).shape == X.shape  # the error must not change global state
 
 
 def test_it_gives_little():

@@ -12,7 +12,7 @@ MODE = "forward_over_reverse"
 
 
 def repeated(gt, step, count, w):
-    """Apply the step `count` times.
+    """Apply `step` to the state `count` times.
 
     JAX runs the steps in a scan, because XLA would merge the repeated computations of a Python
     loop.

@@ -43,7 +43,7 @@ def shown(error):
 
 @pytest.mark.sweep_at("jax")
 def test_the_traceback_of_a_bad_call_has_no_frame_of_gradtools_and_fits_a_screen(gt, backend_name):
-    """Every public function in the table of bad calls is tested."""
+    """The test calls every public function in the table of bad calls."""
     for name, call in BAD.items():
         with pytest.raises(Exception) as caught:
             call(gt, lambda x: lift(backend_name, x))

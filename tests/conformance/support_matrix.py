@@ -1,8 +1,8 @@
 """The support matrix of custom rules: every kind of rule in every transform, in both backends.
 
-A cell that is not listed here works and matches the closed form of its rule. A cell that does not
-work is listed with the error that it raises. `tests/conformance/test_support_matrix.py` runs the
-cells.
+A cell that this module does not list works and matches the closed form of its rule. A cell that
+does not work is listed with the error that it raises. `tests/conformance/test_support_matrix.py`
+runs the cells.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Refusal:
     """Cells of the matrix that raise an error.
 
     Attributes:
-        reason: The reason that the table prints.
+        reason: The reason for the error, which the table prints.
         error: The name of the exception type.
         words: A regular expression that the message matches.
-        transforms: Patterns of names of transforms.
-        ways: Patterns of names of rules.
-        backend: The backend that raises; None for both.
-        bug: Whether the cell should work or should raise another error.
+        transforms: Patterns that match the names of the transforms.
+        ways: Patterns that match the names of the rules.
+        backend: The backend that raises the error, or None if both backends raise it.
+        bug: Whether the error is a bug, so that the cell should work or raise another error.
     """
 
     reason: str
@@ -38,7 +38,7 @@ class Refusal:
     bug: bool = False
 
     def holds(self, backend: str, transform: Transform, way: Way) -> bool:
-        """Return whether this refusal applies to the cell of the backend, transform and rule."""
+        """Return whether the cell of this backend, transform and rule raises the error."""
         return (
             self.backend in (None, backend)
             and any(fnmatchcase(transform.name, p) for p in self.transforms)
@@ -143,7 +143,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-# One rule of each kind.
+# The names of one rule of each kind.
 PLAIN_WAYS = (
     "defvjp",
     "defjvp",
@@ -151,8 +151,8 @@ PLAIN_WAYS = (
     "matrix, defvjp",
     "host: double backward",
 )
-# Slow transforms; other transforms test their derivatives for every rule. JAX runs them for
-# PLAIN_WAYS only.
+# Slow transforms, which in JAX run only for the rules in PLAIN_WAYS. Faster transforms test the
+# same derivatives for every rule.
 THINNED = (
     "check_grads, order 3",
     "custom_root",
@@ -168,7 +168,7 @@ def left_out(backend: str, transform: Transform, way: Way) -> bool:
 
 
 def transforms(backend: str) -> tuple[Transform, ...]:
-    """Return the transforms of a backend."""
+    """Return all transforms of the support matrix for a backend."""
     if backend == "torch":
         from tests.conformance.support_transforms_torch import TORCH
 
@@ -179,7 +179,7 @@ def transforms(backend: str) -> tuple[Transform, ...]:
 
 
 def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
-    """Yield all cells of a backend that are run."""
+    """Yield all cells of a backend, except for skipped cells."""
     for transform, way in all_cells(backend):
         if not left_out(backend, transform, way):
             yield transform, way

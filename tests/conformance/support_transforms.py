@@ -23,14 +23,14 @@ THIRD_MIXES = tuple(map("".join, product("rf", repeat=3)))
 
 @dataclass(frozen=True)
 class Transform:
-    """One row of the matrix.
+    """A transform, which is a row of the support matrix.
 
     Attributes:
         name: The name in the table.
-        order: The order of its derivatives.
-        run: Yields the pairs of computed and expected values.
-        backend: The only backend that has the transform; None for both.
-        halves: Whether it needs a function of two arguments.
+        order: The highest order of derivative that the transform computes.
+        run: A function of a `Case` that yields pairs of computed and expected values.
+        backend: The only backend that has the transform, or None if both backends have it.
+        halves: Whether the transform needs a function of two arguments.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Transform:
 
 
 class Case:
-    """A rule in one backend, with points, directions and exact results."""
+    """A rule in one backend, with primals, tangents and exact derivatives."""
 
     def __init__(self, gt: Any, backend: str, way: Way) -> None:
         self.gt, self.native, self.way = gt, NATIVE[backend], way
@@ -108,7 +108,7 @@ class Case:
 
 
 def nth(api: Any, mix: str, f: Any, x: Any, along: list[Any]) -> Any:
-    """Nested derivatives of f along the directions; the first letter of `mix` is the outermost."""
+    """Return the nested derivative of f with the modes in `mix`, from the outermost inward."""
     if not mix:
         return f(x)
     inner = lambda x: nth(api, mix[1:], f, x, along[1:])
@@ -238,7 +238,7 @@ def _vmap_vmap_grad(c: Case) -> Pairs:
 
 
 def _vmap_cotangents(c: Case) -> Pairs:
-    """vmap over cotangents with shared residuals."""
+    """Yield results of vmap over cotangents with shared residuals."""
     _, pullback = c.native.vjp(c.f, c.arrays[0])
     cts = np.array([c.C, c.C[::-1], 2 * c.C])
     yield c.native.vmap(lambda ct: pullback(ct)[0])(c.array(cts)), cts @ c.D[1]
@@ -271,7 +271,7 @@ def _halves_at(c: Case, xs: np.ndarray, ps: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _vmap_partly(c: Case) -> Pairs:
-    """vmap over one of two arguments, inside and outside of the derivative."""
+    """Yield results of vmap over one of two arguments, inside and outside of the derivative."""
     assert c.way.halves is not None
     f, ct = c.way.halves(c.gt), c.array(c.C)
     loss = lambda x, p: (f(x, p) * ct).sum()
@@ -310,7 +310,7 @@ def _push(api: Any, c: Case) -> Any:
 
 
 def _grad_of_compiled(c: Case) -> Pairs:
-    """The derivative of a compiled function."""
+    """Yield results of derivatives of a compiled function."""
     loss = c.native.jit(c.loss)
     yield c.gt.grad(loss)(c.arrays[0]), c.gradient(c.X)
 

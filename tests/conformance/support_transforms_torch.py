@@ -132,7 +132,7 @@ def _gradgradcheck(c: Case) -> Pairs:
 
 
 def _compiled_backward(c: Case) -> Pairs:
-    """`.backward()` outside of the compiled function."""
+    """Call `.backward()` outside of the compiled function."""
     x = _leaf(c)
     c.native.jit(c.loss)(x).backward()
     yield x.grad, c.gradient(c.X)

@@ -1,8 +1,8 @@
 """Ways to define a custom rule, each with exact derivatives.
 
-A `Way` makes a function from a vector to a vector. The function hides its computation from the
-framework, so a rule that is dropped shows as a zero derivative. `way.at(x)` returns the value and
-the first, second and third derivative from closed forms in NumPy.
+A `Way` makes a function from a vector to a vector. The framework cannot differentiate the function,
+so the derivative is zero if the rule is dropped. `way.at(x)` returns the value and the first,
+second and third derivative from closed forms in NumPy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ Derivatives = Callable[[np.ndarray], list[np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to define a custom rule.
+    """A function with a custom rule, defined in one of the supported ways.
 
     Attributes:
         name: The name in the table.
-        make: Maps the namespace of a backend to the function of a vector.
-        at: Value and first three derivatives of that function.
+        make: Returns the function of a vector for the namespace of a backend.
+        at: Returns the value and the first three derivatives of the function at a point.
         size: The length of the vector.
         order: The highest order of derivative that the rule supports.
-        host: Whether the value comes from a kernel of NumPy arrays.
-        halves: Maps the namespace to a function of the two halves of the vector, or is None.
+        host: Whether a kernel of NumPy arrays computes the value.
+        halves: Returns a function of the two halves of the vector, or is None if there is no such
+            function.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Way:
 
 
 def elementwise(*derivatives: Callable[[Any], Any]) -> Derivatives:
-    """Derivatives of y_i = f(x_i): the diagonals are f, f', f'' and f'''."""
+    """Return the derivatives of y_i = f(x_i), whose diagonals are f, f', f'' and f'''."""
 
     def at(x: np.ndarray) -> list[np.ndarray]:
         n = len(x)
@@ -62,7 +63,7 @@ Terms = Sequence[tuple[float, tuple[int, ...]]]  # a sum of products of a coeffi
 
 
 def polynomial(*outputs: Terms) -> Derivatives:
-    """Derivatives of polynomials by the power rule, cached for each point."""
+    """Return a function that computes derivatives of polynomials and caches them for each point."""
 
     @cache
     def at(point: tuple[float, ...]) -> list[np.ndarray]:
@@ -88,7 +89,7 @@ def _product(x: np.ndarray, variables: tuple[int, ...], by: tuple[int, ...]) -> 
 
 
 def of_complex(factors: Sequence[tuple[complex, complex]], slope: float) -> Derivatives:
-    """Derivatives of Re f + slope Im f for real x; f is the product of the factors a x + b."""
+    """Return derivatives of Re f + slope Im f for real x, where f is the product of all a x + b."""
     p = np.polynomial.Polynomial([1.0])
     for a, b in factors:
         p = p * np.polynomial.Polynomial([b, a])
@@ -351,13 +352,13 @@ def marked(gt: Any) -> Any:
 
 
 def retained(gt: Any) -> Any:
-    """Return the gradient at a marked value as a function: the gradient of sum y^4 / 4 at y = x."""
+    """Return a function of x that returns the gradient of sum y^4 / 4 at the marked value y = x."""
     f = gt.retained_gradients(lambda x: (gt.retain_gradient(x, "y") ** 4).sum() / 4, argnums=())
     return lambda x: f(x)[2]["y"]
 
 
 def implicit(gt: Any) -> Any:
-    """Return z = x^3 as the implicit solution of z - x^3 = 0."""
+    """Return the function z = x^3, defined as the implicit solution of z - x^3 = 0."""
     return gt.implicit_solution(lambda z, x: z - x**3, lambda x: gt.stop_gradient(x) ** 3, "dense")
 
 
@@ -365,7 +366,7 @@ FIRST_CUBED = polynomial(*[[(1.0, (i, i, i))] for i in range(3)])
 
 
 def of_halves(make: Any) -> Any:
-    """Return a function of one vector that calls the function of its two halves."""
+    """Return a function of one vector that calls a function with the two halves of the vector."""
 
     def made(gt: Any) -> Any:
         f = make(gt)
@@ -386,7 +387,7 @@ def _cubed(x: Any) -> Any:
 
 
 def host_cube(gt: Any) -> Any:
-    """cube as host kernels for the forward, backward and double-backward passes."""
+    """Return x^3 with host kernels for the forward, backward and double-backward passes."""
     cube = gt.host_function(_cubed)
     back = gt.host_function(lambda x, c: 3 * x**2 * c)
     twice = gt.host_function(_cube_twice, out=lambda x, c, v: (x, c))
@@ -400,7 +401,7 @@ def _cos(x: Any) -> Any:
 
 
 def host_sin(gt: Any) -> Any:
-    """Two host kernels, each of which is the derivative of the other up to sign."""
+    """Return sin with a cos kernel; each kernel is the derivative of the other up to sign."""
     sin = gt.host_function(lambda x: np.sin(x))
     cos = gt.host_function(_cos, vectorized=True)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (cos(x) * c,))
@@ -409,7 +410,7 @@ def host_sin(gt: Any) -> Any:
 
 
 def host_exp_jvp(gt: Any) -> Any:
-    """A host kernel that is its own derivative."""
+    """Return exp as a host function whose forward rule calls the host function itself."""
     exp = gt.host_function(lambda x: np.exp(x))
 
     @exp.defjvp

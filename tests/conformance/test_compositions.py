@@ -1,4 +1,4 @@
-"""Compositions of operators that used to fail or return wrong numbers, as minimal programs."""
+"""Minimal programs with compositions of operators that used to fail or return wrong numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_forward_jacobian_is_pushed_along(gt):
 
 @pytest.mark.slow_at("jax")
 def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
-    """The edit would be applied to two parts of a cotangent separately instead of to their sum."""
+    """A second derivative would edit two summands of a cotangent separately, not their sum."""
     x, y = array(gt, 3), array(gt, 3) + 1
     for edit in (
         lambda x: gt.clip_gradient(x, max_norm=0.45),
@@ -69,7 +69,7 @@ def test_in_pytorch_an_edit_in_a_frozen_function_is_differentiated_along_its_cot
 
 
 def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, backend_name):
-    """torch.func unwraps x into one tensor with two names, which PyTorch refuses to save."""
+    """torch.func unwraps both arguments to the same tensor, which PyTorch cannot save."""
     x = array(gt, 3)
     f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2)
     if backend_name == "torch":
@@ -82,7 +82,7 @@ def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, ba
 
 @pytest.mark.sweep_at("jax")
 def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(gt):
-    """PyTorch's backend used to transpose the pullback silently."""
+    """The PyTorch backend used to transpose the pullback of `chunked` without an error."""
     x = array(gt, 3)
     f = gt.chunked(lambda x: gt.clip_gradient(x, max_norm=0.45) ** 2, 2)
     loss = lambda x: 100.0 * gt.xp.sum(f(x) ** 2)

@@ -1,12 +1,12 @@
-"""Every operator on every program, compared with plain `torch.func` or `jax`.
+"""Every operator, applied to every program and compared with plain `torch.func` or `jax`.
 
 The programs are the records of `scenario_table.py`. Each program f becomes the loss
 
     L(x) = sum over outputs of Re<w, y> + |y|^2 / 2,    y = f(x)
 
 of its floating-point leaves x, with fixed weights w. `Plain` computes derivatives of the loss with
-the framework's own transforms in the complex convention of gradtools. Each operator is one function
-of the case that yields its results and the expected values.
+the framework's own transforms in the complex convention of gradtools. For each operator, one
+function of the case yields the computed and the expected values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 Pairs = Iterator[tuple[Any, Any]]
 SCALE = 0.6
-# PyTorch computes a wrong derivative of the tangent of these programs (torch#192540).
+# Programs whose tangents PyTorch differentiates wrongly (torch#192540).
 WRONG_TANGENTS = ("solve", "determinant", "log determinant")
 UNMAPPED = ("a branch on values",)  # programs that support neither vmap nor jit
 
 
 class Case:
-    """A program in one backend with its floating-point leaves, directions and loss."""
+    """A program in one backend with its floating-point leaves, tangents and loss."""
 
     def __init__(self, backend: str, program: Scenario, dtype: str | None = None) -> None:
         self.gt, self.backend, self.program = (
@@ -70,7 +70,7 @@ class Case:
         return [y for y in self._waist.flatten(out)[0] if self._waist.is_inexact(y)]
 
     def total(self, ys: list[Any]) -> Any:
-        """Return the loss of the outputs ys."""
+        """Return the loss L as a function of the outputs ys."""
         xp, is_complex = self.gt.xp, self._waist.is_complex
         return sum(
             xp.sum(
@@ -180,7 +180,7 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 
 def _same(c: Case, p: Plain) -> Pairs:
-    """Operators that keep the values and derivatives of f unchanged, up to second order."""
+    """Compare the operators that change neither the values nor the derivatives of f."""
     if c.backend == "jax" and c.program.name in UNMAPPED:
         return
     wraps = {
@@ -198,7 +198,7 @@ def _same(c: Case, p: Plain) -> Pairs:
 
 
 def _edits(c: Case, p: Plain) -> Pairs:
-    """Gradient edits of the arguments: each scales or replaces the gradient."""
+    """Compare gradient edits of the arguments, which scale or replace the gradient."""
     gt, product = c.gt, p.product()
     edits: dict[str, tuple[Any, float]] = {
         "reverse": (lambda x: gt.reverse_gradient(x, SCALE), -SCALE),
@@ -218,7 +218,7 @@ def _edits(c: Case, p: Plain) -> Pairs:
 
 
 def _players(c: Case, p: Plain) -> Pairs:
-    """L(x) s for a minimizing player x and a maximizing player s; a mixed partial derivative."""
+    """Compare the gradients of the game L(x) s and a mixed partial derivative."""
     one, n = c.gt.asarray(np.asarray(1.5)), len(c.xs)
     game = c.gt.minimax_value_and_grad(lambda *a: c.loss(*a[:-1]) * a[-1], c.argnums, n)
     value, grads = game(*c.xs, one)
@@ -235,7 +235,7 @@ def _players(c: Case, p: Plain) -> Pairs:
 
 
 def _batches(c: Case, p: Plain) -> Pairs:
-    """Sums over the examples x and 0.9 x, computed in chunks, one by one, and with vmap."""
+    """Compare sums over the examples x and 0.9 x, in chunks, one by one, and with vmap."""
     if c.program.name in UNMAPPED:
         return
     gt, xp = c.gt, c.gt.xp
@@ -273,7 +273,7 @@ ORDERS = {"second order": 2, "matrices": 2, "recomputed": 2, "edits": 2, "player
 
 
 def near(found: Any, expected: Any, allowed: float) -> None:
-    """Compare leaf by leaf, relative to max(1, the largest entry of all expected leaves)."""
+    """Compare each leaf, relative to max(1, the largest entry of all expected leaves)."""
     found, expected = (leaves(lower(list(x))) for x in (found, expected))
     assert len(found) == len(expected)
     size = max([1.0, *(float(np.abs(y).max(initial=0)) for y in expected)])

@@ -1,8 +1,8 @@
 """The cells of the support matrix of custom rules, including the cells that raise errors.
 
-Plain rules run in every transform and every rule runs in the plain transforms: one cell in three is
-quick, and one in four if it is slow to compile. Of all other cells one in sixteen runs, in turn
-over rules and transforms; the rest are a sweep (`pytest -m sweep`).
+Plain rules run in every transform, and every rule runs in the plain transforms. One in three of
+these cells is a quick test, or one in four if the transform is slow to compile. One in sixteen of
+the other cells also runs; the rest are a sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
-# Set in the subprocess with several devices, which runs shard_map with the plain rules.
+# Set in the subprocess with several devices, which runs shard_map for the plain rules.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
 # Words in the names of transforms that compile slowly; their cells are slow tests.
 SLOW_WORDS = {
@@ -79,13 +79,13 @@ def run(backend: str, transform: Transform, way: Way) -> None:
     case = Case(importlib.import_module(f"gradtools.{backend}"), backend, way)
     eager = backend == "torch" and "compiled" not in transform.name
     try:
-        # a cached signature takes a faster path through the rule
+        # later calls of the rule use the cached signature
         for _ in range(3 if eager else 1):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", DisconnectedInputWarning)
                 found = [*transform.run(case)]
             assert found
-            # A constant derivative has a zero gradient, about which grad warns.
+            # grad warns if it differentiates a derivative that is constant.
             warned = any(issubclass(w.category, DisconnectedInputWarning) for w in caught)
             assert not warned or any(not np.any(expected) for _, expected in found)
             for y, expected in found:
@@ -98,7 +98,7 @@ def run(backend: str, transform: Transform, way: Way) -> None:
 
 
 def _leave_levels() -> None:
-    """Exit the level that PyTorch leaves open if a compilation fails in forward mode."""
+    """Exit the forward-mode level that PyTorch does not exit if a compilation fails."""
     import torch
     from torch._functorch import eager_transforms
     from torch.autograd import forward_ad
@@ -134,7 +134,7 @@ def test_the_closed_forms_are_each_others_differences():
 
 
 def test_a_cell_that_gives_another_number_fails():
-    """Control: a wrong rule, a dropped rule and a wrong shape must fail the comparison."""
+    """A wrong rule, a dropped rule and a wrong shape must fail the comparison of a cell."""
     backend = gradtools.available_backends()[0]
     transform = next(t for t in BOTH if t.name == "gt.grad")
     cube = WAYS["defvjp"]
@@ -151,7 +151,7 @@ def test_the_cells_of_shard_map_on_four_devices():
     """Run the cells of shard_map in a subprocess with four devices.
 
     Sums over devices need several devices, whose number is fixed at the start of a process. Only
-    the plain rules run, because all other rules take the same path between devices.
+    the plain rules run, because all other rules use the same code between devices.
     """
     if "jax" not in gradtools.available_backends():
         pytest.skip("needs JAX")

@@ -19,7 +19,7 @@ T = np.array([1.0, 2.0, 3.0])
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """Return the cells of each row by the operators that the row names."""
+    """Return a dict that maps each operator to the cells of its row."""
     section = PAGE.read_text(encoding="utf-8").split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {name: tuple(row[1:]) for row in rows[1:] for name in row[0].split("`")[1::2]}
@@ -27,7 +27,7 @@ def table() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Program:
-    """A function of a vector that uses an operator, its value and its Jacobian's diagonal."""
+    """A function that calls an operator, its value, and the diagonal of its Jacobian."""
 
     function: object
     value: object
@@ -97,7 +97,8 @@ def programs(gt) -> dict[str, Program]:
             lambda x: np.round(x) + 2 * x**2,
             lambda x: 6 * x,
         ),
-        # gradient 3 x^2 clipped to 1; its derivative's cotangent 6 x t is clipped, too
+        # The gradient 3 x^2 is clipped to 1, and the cotangent 6 x t of its derivative is clipped,
+        # too.
         "clip_gradient": Program(
             edited(lambda x: gt.clip_gradient(x, max_value=1.0)),
             lambda x: np.minimum(3 * x**2, 1),
@@ -115,7 +116,7 @@ def programs(gt) -> dict[str, Program]:
 
 
 def result(gt, column: str, program: Program) -> tuple[object, np.ndarray]:
-    """Return the framework's result for the column, and the expected result."""
+    """Return the computed and the expected result of a program in the column of the table."""
     x, t = gt.asarray(X), gt.asarray(T)
     if column == "eager":
         return program.function(x), program.value(X)

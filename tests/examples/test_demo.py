@@ -1,4 +1,4 @@
-"""The demo: its claim about gradient reversal, agreement of the frameworks and its FLOP count."""
+"""Tests of the claim of the demo about gradient reversal, and of its FLOP count."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -32,7 +32,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def side(backend):
-    """A `FrameworkRun` with initial weights, active during the test."""
+    """A `FrameworkRun` with the initial weights, whose context is active during the test."""
     made = demo.FrameworkRun(backend)
     with made.working():
         yield made
@@ -103,7 +103,7 @@ SHARES = {"torch": (0, 1), "jax": (1, 2)}
 
 @pytest.mark.slow
 def test_reversal_helps_by_five_points_in_the_mean_of_three_seeds(pytestconfig):
-    """With both frameworks the seeds are divided between them; one seed runs in both."""
+    """With both frameworks, each framework runs two of the seeds, and one seed runs in both."""
     wanted = wanted_backends(pytestconfig)
     shares = SHARES if len(wanted) == 2 else {wanted[0]: range(3)}
     found, gains = {}, {}

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 NAMES = sorted(path.stem for path in FOLDER.glob("u*.py"))
 KEPT = FOLDER / "printed"
-QUICK = {  # examples that have --quick, with the text that they print then
+QUICK = {  # examples that support --quick, with a text that they print with --quick
     "u03_latent_gradients": [
         r"dg/dy differs from double backward's by \S+",
         r"closest to their clean code: \d+% before, \d+% after an energy step",
@@ -31,7 +31,7 @@ QUICK = {  # examples that have --quick, with the text that they print then
     ],
 }
 
-# Examples whose backends differ by rounding: by more than zero, but by little.
+# Examples for which the results of the backends differ, but only by rounding errors.
 CLOSE = (
     *("u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"),
     *("u09_formula", "u14_bridge"),
@@ -40,12 +40,12 @@ LEFT_OUT = re.compile(r"^  left out: (.*)", re.MULTILINE)
 
 
 def masked(printed: str) -> str:
-    """Replace the numbers in the output, whose last digits may differ."""
+    """Replace the numbers in the output, because their last digits may differ."""
     return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?%?", "#", re.sub(r" +", " ", printed))
 
 
 def sections(printed: str) -> dict[str, str]:
-    """Return the output under each heading: torch, jax or both."""
+    """Return the printed output under each of the headings torch, jax and both."""
     parts = re.split(r"^(torch|jax|both):\n", printed, flags=re.MULTILINE)
     assert parts[0] == "", printed
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -68,7 +68,7 @@ def test_an_example_keeps_its_claims(name, asked, run):
             wanted = masked(kept[backend])
             assert masked(parts[backend]) == wanted, f"python examples/keep.py {name}"
     if left_out:
-        pytest.skip("; ".join(left_out))  # for example: no C compiler
+        pytest.skip("; ".join(left_out))  # for example, there is no C compiler
     if asked == "both":
         difference = re.match(r"  largest difference between the backends (\S+)\n", parts["both"])
         assert float(difference[1]) < (1e-9 if name in CLOSE else 1.0)
@@ -143,7 +143,7 @@ def run(monkeypatch, capsys, quick_by_hand):
 
 @pytest.fixture
 def asked(pytestconfig):
-    """The value of --backend: both, unless only one backend is available or wanted."""
+    """The value of --backend, which is "both" unless only one backend is available or selected."""
     wanted = wanted_backends(pytestconfig)
     return wanted[0] if len(wanted) == 1 else "both"
 

@@ -21,7 +21,7 @@ EXPECTED = 12.0  # both derivatives of x^3 at 2: 3 x^2 and 6 x
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """Return the cells of each row of the table by the row's name without backticks."""
+    """Return a dict that maps the name of each row, without backticks, to its cells."""
     section = PAGE.read_text(encoding="utf-8").split("## Comparison with the frameworks")[1]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {row[0].replace("`", ""): tuple(row[1:]) for row in rows if row[0] != "reverse"}
@@ -93,7 +93,7 @@ def torch_custom_op():
     return op
 
 
-OURS = {  # by their names in the support matrix, whose tests cover these cells
+OURS = {  # names of the rules in the support matrix, whose tests run these cells
     "custom_rule, only defvjp": "defvjp",
     "custom_rule, only defjvp": "defjvp",
     "host_function, vjp and double backward": "host: double backward",
@@ -123,7 +123,7 @@ REFUSED = {
 
 
 def derivative(column, transforms, f, x, one):
-    """Compute the derivative of the column with the framework's own transforms."""
+    """Compute the derivative that a column names with the framework's own transforms."""
     grad, jvp = transforms.grad, lambda f: lambda x: transforms.jvp(f, (x,), (one,))[1]
     first, second = {
         "reverse": (grad, None),

@@ -1,4 +1,4 @@
-"""README.md and docs/: every Python block runs, and the pages contain the required text."""
+"""Every Python block in README.md and docs/ runs, and the pages contain the required text."""
 
 from __future__ import annotations
 

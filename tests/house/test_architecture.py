@@ -65,7 +65,7 @@ def test_every_room_that_the_page_names_is_there():
     assert len(named) > 60 and not missing
 
 
-# Modules that a module imports only on demand; without these imports no cycle exists.
+# Allowed imports that create a cycle of modules, because they run only on demand.
 BACK = {}
 
 
@@ -99,7 +99,7 @@ def test_no_room_is_in_a_circle_of_imports():
     TopologicalSorter({room: graph[room] - BACK.get(room, set()) for room in graph}).prepare()
 
 
-# The recorders of an operation-by-operation comparison, which are imported when it runs.
+# The recorders of an operation-by-operation comparison, which first_divergence imports.
 ON_DEMAND = ("testing/diverging/torch_run.py", "testing/diverging/jax_run.py")
 
 

@@ -1,4 +1,4 @@
-"""Imports of gradtools load no more than they need, checked in fresh processes."""
+"""In fresh processes, imports of gradtools load no unnecessary modules."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class Program:
     """A program for a fresh process and its expected output.
 
     Attributes:
-        text: The source code; {backend} is replaced.
-        prints: The text with which its output ends.
-        backends: The backends to run it for; "both" needs both installed.
-        without: Packages that cannot be imported.
-        quick: Whether it runs in the quick tier.
+        text: The source code, in which {backend} stands for the name of a backend.
+        prints: The text at the end of the output of the program.
+        backends: The backends for which the program runs; "both" requires both frameworks.
+        without: Packages that the program cannot import.
+        quick: Whether the program runs in the quick tests.
     """
 
     text: str

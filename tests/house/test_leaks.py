@@ -1,9 +1,10 @@
 """Many calls of each operator leak no storage, objects or compiled functions.
 
-After warm-up calls, three series of calls run, and one of them must not increase any count, because
-a leak grows in each series. Each call uses the operator twice: once as a function made before the
-loop, as in training, and once as a new function, which is the harder case for caches. Cheap
-operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every operator.
+After warm-up calls, three series of calls run, and at least one series must increase no count,
+because a leak would increase a count in each. Each call uses the operator twice: with a function
+created before the loop, as in training, and with a new function, for which caches have no entry.
+Cheap operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every
+operator.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def test_what_a_call_leaves_alive_is_found(gt, backend_name):
 
 
 class Captured:
-    """An object that the user's function closes over; the test observes its deletion."""
+    """An object that the user's function closes over, and that must be deleted after the call."""
 
     def __init__(self, gt: Any, x: Any) -> None:
         self.x, self.plain = x, healthy(gt)

@@ -112,7 +112,7 @@ EXAMPLES = """
 @pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_the_examples_of_every_public_name_run_as_they_stand(backend):
-    """Runs in a fresh process with x64 disabled, as for a new user."""
+    """The docstring examples run in a fresh process with x64 disabled, which is JAX's default."""
     source = textwrap.dedent(EXAMPLES.format(backend=backend, names=FUNCTIONS))
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
@@ -138,7 +138,7 @@ def test_an_editor_completes_public_names_alone(backend):
     }  # fmt: skip
 
 
-# Files and folders that only one backend has, with the reason.
+# Files and folders that exist in only one backend, with the reason.
 ALONE = dict(
     line.split(": ", 1)
     for line in """

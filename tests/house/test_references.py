@@ -1,4 +1,4 @@
-"""Docstrings and comments of the package refer only to names that exist."""
+"""Names that the docstrings and comments of the package mention must exist."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests with other packages in their own training loops and solvers."""
+"""Tests of gradtools in the training loops and solvers of other packages."""

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 @pytest.fixture(autouse=True)
 def one_accelerator():
-    """Reset accelerate's global state around each test, which the Trainer shares."""
+    """Reset the global state of accelerate before and after each test."""
     _forget()
     yield
     _forget()
@@ -73,7 +73,7 @@ def wasserstein(critic, penalty, weight=10.0):
 
 
 def test_wgan_gp_trains_as_with_torch_autograd_grad():
-    """Compare a critic step with the differentiable `gt.grad` with torch.autograd.grad."""
+    """Compare critic steps whose gradient penalty uses `gt.grad` or `torch.autograd.grad`."""
     draws = torch.Generator().manual_seed(2)
     real, made = torch.randn(2, 16, 4, generator=draws)
     between = torch.rand(16, 1, generator=draws)

@@ -58,7 +58,7 @@ def encode(x):
 
 
 def by_backward(scale):
-    """Score distillation in its usual form, which passes the gradient to `backward`."""
+    """Compute the gradient of score distillation by `backward` with an explicit gradient."""
     scale = scale.clone().requires_grad_()
     latents = encode(PICTURE * scale)
     latents.backward(gradient=guided(latents))
@@ -106,7 +106,7 @@ def test_a_hessian_product_of_a_unet_with_attention(mode):
 
 
 def test_the_divergence_of_a_score_is_had_in_forward_mode():
-    """Hutchinson's estimator in forward mode, compared with the full Jacobian."""
+    """Compare Hutchinson's trace estimator in forward mode with the full Jacobian."""
     net = denoiser().double()
     x = NOISE.double()[:1, :, :4, :4]
     score = lambda x: net(x, STEPS[:1]).sample

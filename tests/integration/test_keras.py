@@ -31,7 +31,7 @@ NAMES = [name.id for name in LISTED]
 
 @functools.cache
 def outcomes(backend):
-    """The output of each program; each backend needs its own process, as Keras loads only one."""
+    """Run keras_programs.py once per backend, because Keras loads only one backend per process."""
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

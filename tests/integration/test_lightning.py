@@ -1,4 +1,4 @@
-"""Lightning: two towers in bfloat16, and reports in the Trainer's own steps."""
+"""Lightning: a two-tower model in bfloat16, and gradient reports from the Trainer's steps."""
 
 from __future__ import annotations
 

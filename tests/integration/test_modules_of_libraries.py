@@ -21,7 +21,7 @@ def assert_is_backward(loss, module, twice=True):
     rows = torch.autograd.grad(wanted, list(free.values()))
     assert torch.equal(value, wanted) and list(grads) == list(free)
     assert all(torch.equal(g, row) for g, row in zip(grads.values(), rows, strict=True))
-    if twice:  # the module can be trained with a gradient penalty
+    if twice:  # the module supports double backward
         (value + sum(g.square().sum() for g in grads.values())).backward()
     assert not twice or any(p.grad is not None and p.grad.any() for p in free.values())
 

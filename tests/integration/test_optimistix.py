@@ -1,4 +1,4 @@
-"""optimistix: root finding and least squares inside of rules, and rules inside of its solvers."""
+"""optimistix: root finding and least squares in custom rules, and custom rules in solvers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def residual(z, args):
 
 
 def root(a, b):
-    """Find the root with optimistix, which differentiates it implicitly."""
+    """Find the root with optimistix, which differentiates the root implicitly."""
     return optimistix.root_find(residual, NEWTON, jnp.zeros(3), args=(a, b)).value
 
 

@@ -1,4 +1,4 @@
-"""peft: SimCLR with an encoder of which only the low-rank adapters are trained."""
+"""peft: SimCLR that trains only the low-rank adapters of an encoder."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TIMES = torch.linspace(0, 1, 5, dtype=torch.float64)
 STARTS = torch.randn(
     6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
 )  # Points on spirals.
-FIXED = {"method": "rk4"}  # rk4 takes the same steps for every example.
+FIXED = {"method": "rk4"}  # The solver rk4 takes the same steps for each example.
 
 
 class Field(torch.nn.Module):

@@ -39,7 +39,7 @@ class Towers(torch.nn.Module):
 
 
 class InLoop(Towers):
-    """Two towers whose encoder runs in an explicit loop over chunks and keeps all graphs."""
+    """Two towers whose encoder runs in an explicit loop over chunks, which saves all graphs."""
 
     def forward(self, input_ids, attention_mask, passage_ids, passage_mask, **rest):
         def encode(ids, mask):
@@ -117,7 +117,7 @@ def _columns():
 
 
 def test_one_gradient_for_each_example_of_a_padded_batch():
-    """Transformers branches on whether the mask is all ones, which vmap does not support."""
+    """Transformers checks whether all mask entries are ones, which vmap does not support."""
     model = bert().eval()
     apply, params, state = gt.make_functional(model)
 

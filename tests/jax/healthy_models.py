@@ -1,8 +1,8 @@
-"""Healthy losses of JAX modules, for which why_zero reports nothing, and losses with planted bugs.
+"""Losses of JAX modules for which why_zero reports nothing, and losses with planted bugs.
 
-A healthy program calls why_zero with its own model, parameters or optimizer. A planted program is a
-loss of `PARAMS` with the expected kind of finding and a flag that is True if the whole gradient is
-lost.
+A healthy program calls why_zero with its own model, parameters or optimizer. A program with a
+planted bug is a loss of `PARAMS`, the expected kind of finding, and a flag that is True if the
+whole gradient is lost.
 """
 
 from __future__ import annotations

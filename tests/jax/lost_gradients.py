@@ -1,4 +1,4 @@
-"""Causes of a lost gradient in JAX, each with its kind and line, and healthy functions."""
+"""JAX functions that lose gradients, with the kind and line of the loss, and healthy functions."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def overwritten(x, y):
 
 
 class Model:
-    """An object whose method reads an attribute instead of its argument."""
+    """A model whose method `loss` reads an attribute instead of the argument."""
 
     def __init__(self) -> None:
         self.weight = X

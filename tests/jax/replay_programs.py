@@ -1,4 +1,4 @@
-"""Programs that stress recomputation in JAX, as data.
+"""Programs that test recomputation in JAX under difficult conditions.
 
 Each program takes `chunked` or the plain loop over chunks below and returns a pytree of arrays:
 values, gradients and the state of the host afterwards. Both versions must agree, or gradtools must
@@ -29,7 +29,7 @@ def program(refused: str | None = None, operator: str = "chunked", name: str = "
 
 
 def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any) -> Any:
-    """The reference for `chunked`: a loop that calls f once for each chunk."""
+    """The reference for `chunked`, which calls f once for each chunk in a Python loop."""
     keys, carried = options.get("key_argnums", ()), options.get("carry_argnums", ())
     keys = (keys,) if isinstance(keys, int) else keys
     carried = (carried,) if isinstance(carried, int) else carried
@@ -104,15 +104,15 @@ encode = lambda w, x: jnp.tanh(x @ w)
 
 
 def both(f: Any, *args: Any) -> Any:
-    """Return value and gradient of a loss that is not a sum over the outputs."""
+    """Return the value and the gradients of a loss that is not a sum over the outputs of f."""
     loss = lambda *a: (lambda z: jnp.sum(z) ** 2 + jnp.sum(z**3))(f(*a))
     return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
 class Counter:
-    """Host state behind a callback whose result depends on the inputs that it has received before.
+    """Host state of a callback whose result depends on the inputs of its earlier calls.
 
-    The result does not depend on the order of chunks, which XLA does not guarantee for callbacks.
+    The results do not depend on the order of calls, which XLA does not guarantee.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunks in JAX compared with a plain loop over chunks that keeps every graph."""
+"""`chunked` in JAX, compared with a plain loop over chunks that saves all residuals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def embed(w, x):
 
 
 def contrast(z):
-    """A loss that couples all pairs of examples."""
+    """Return a loss that couples all pairs of examples."""
     z = jnp.concatenate([z.real, z.imag], -1) if jnp.iscomplexobj(z) else z
     order = jnp.arange(z.size).reshape(z.shape)
     return jnp.sum(jnp.sin(z @ z.T)) + jnp.sum((order % 3 - 1) * z * z * z)
@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """Return the gradient and both mixed-mode Hessian-vector products along the arguments."""
+    """Return the gradient and two Hessian-vector products, whose vectors are the arguments."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(
@@ -72,7 +72,7 @@ def second(loss, *args):
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
-    """The chunks are 4, 4, 4 and 3 examples; the second and third form one run of saved chunks."""
+    """The chunks are 4, 4, 4 and 3 examples; the second and third run in one scan."""
     x = jnp.arange(15.0)
     run = gt.chunked(jnp.sin, 4, interleaved=True)
     same(run(x), jnp.sin(x))
@@ -180,7 +180,8 @@ def test_a_carry_goes_through_the_chunks_once(chunk_size, interleaved):
 
     def loss(run, w, x):
         out, state = run(w, x)
-        return contrast(out) + jnp.sum(state["mean"] ** 2), state  # the state has no path to w
+        # the gradient does not propagate through the state
+        return contrast(out) + jnp.sum(state["mean"] ** 2), state
 
     constant = lambda w, x: (lambda out, state: (out, jax.lax.stop_gradient(state)))(*plain(w, x))
 
@@ -240,7 +241,7 @@ def test_f_is_traced_once_for_each_shape_and_never_again(chunk_size, options, tr
     step(W, X)
     assert f.calls == traces
     step(2 * W, X + 1)
-    assert f.calls == traces  # another entry in the cache of jit would mean another trace
+    assert f.calls == traces  # if f is traced again, the cache of jit has another entry
 
 
 # --- progress bars and messages ------------------------------------------------------------
@@ -356,13 +357,13 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenation.
-    # The plain function needs memory for each chunk.
+    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenated array.
+    # The memory of the plain function increases with the number of chunks.
     assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):
-    """Return how many arrays a second derivative keeps for each further chunk."""
+    """Return the number of arrays that a second derivative saves for each additional chunk."""
     layers = jnp.ones((depth, 64, 64), "float32") / 64
 
     def f(x):
@@ -388,7 +389,7 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    # jax.checkpoint on each chunk keeps as many arrays
+    # a loop with jax.checkpoint of each chunk saves as many arrays
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 

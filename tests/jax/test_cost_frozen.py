@@ -32,7 +32,7 @@ def by_z(G):
 
 
 def kept(G, w):
-    """Return the bytes that the pullback of the gradient function keeps, without the weights."""
+    """Return the size in bytes of the residuals of the gradient function, without the weights."""
     _, pull = jax.vjp(lambda y: by_z(G)(y, Z), Y)
     arrays = {id(x): x for x in jax.tree.leaves(pull) if hasattr(x, "nbytes")}
     return sum(x.nbytes for x in arrays.values() if x.size != w.size)
@@ -51,7 +51,7 @@ def test_what_a_use_keeps_does_not_grow_with_depth():
 
 
 def flops(fun, *args):
-    """Count FLOPs of matrix products outside of jit, multiplied by the trip counts of loops."""
+    """Count the FLOPs of matrix products in a jaxpr, multiplied by the trip counts of loops."""
     return flops_of(jax.make_jaxpr(fun)(*args))
 
 
@@ -128,7 +128,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
 
 
 def graph_of(G, z):
-    """Return the bytes that the pushforward of G at z keeps, without the weights."""
+    """Return the size in bytes of the residuals of the pushforward of G, without the weights."""
     leaves = jax.tree.leaves(jax.linearize(G, z)[1])
     arrays = {id(x): x for x in leaves if x.shape != network(DEPTH)[1].shape}
     return sum(x.nbytes for x in arrays.values())

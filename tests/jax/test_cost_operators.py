@@ -1,4 +1,4 @@
-"""Every public operator costs as much as handwritten code, in the cases of the benchmark.
+"""Every public operator costs as much as handwritten code in the programs of the benchmark.
 
 These costs are counts, so they are equal on every machine; `make bench` also measures seconds.
 """
@@ -20,7 +20,7 @@ ARGS = cost_jax.arrays(64, 64)
 MORE = {
     # the input is divided by its largest entry, so that the norm cannot overflow
     "clip_gradient": (1.03, 1.02),
-    # The chunks are weighted before they are added.
+    # The gradients of the chunks are multiplied by weights before they are added.
     "microbatched_value_and_grad": (1.02, 1.01),
 }
 

@@ -29,7 +29,7 @@ class Cost(NamedTuple):
     loops: int
 
 
-# the test counts operations of the program, so it skips optimization of the code
+# XLA's code optimization does not change these counts, so it is disabled to save time
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -85,7 +85,7 @@ def sinh_jvp(primals, tangents):
 
 
 def search(x):
-    """An expensive function with a while loop, which reverse mode does not support."""
+    """Compute an expensive function with a while loop, which reverse mode does not support."""
 
     def step(state):
         i, z = state
@@ -252,7 +252,7 @@ WEIGHTED = Given(lambda w, x: weighted_fwd(w, x)[0], weighted_fwd, weighted_bwd,
 
 
 def residuals(f, *args):
-    """Return the bytes of the residuals of the pullback."""
+    """Return the size in bytes of the residuals of the pullback."""
     kept = jax.tree.leaves(jax.vjp(f, *args)[1])
     return sum({id(a): a.nbytes for a in kept}.values())
 
@@ -300,7 +300,7 @@ def relaxed(x):
 
 
 def relaxed_jvp(primals, tangents):
-    """The tangent is computed by a fixed number of linear iterations."""
+    """Compute the tangent by a scan with a fixed number of linear iterations."""
     (x,), (dx,) = primals, tangents
     y = jnp.exp(x)
 

@@ -68,12 +68,12 @@ IN_REVERSE = ["grad", "jit of grad", "vjp", "linearize", "jacobian, reverse", "f
 @pytest.mark.parametrize("way", IN_REVERSE)
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 def test_what_jax_does_not_differentiate_is_refused_in_words_with_a_mend(f, way):
-    if f is loop and way == "linearize":  # linearize pushes tangents through the loop
+    if f is loop and way == "linearize":  # linearize propagates tangents through the loop
         np.testing.assert_allclose(FIRST[way](f), SLOPE, rtol=1e-12)
         return
     with pytest.raises(GradtoolsError, match=rf"(?s)^\w+: f .*{REFUSED[f]}") as raised:
         FIRST[way](f)
-    assert isinstance(raised.value, ValueError)  # JAX's own error is a ValueError as well
+    assert isinstance(raised.value, ValueError)  # the error of JAX is also a ValueError
 
 
 def test_a_callback_that_is_reached_by_stopped_inputs_alone_is_a_cut():

@@ -1,4 +1,4 @@
-"""Gradient edits in JAX only: branches that are not taken, and JAX's own second derivatives."""
+"""Tests of gradient edits for JAX only: untaken branches, and JAX's own second derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = jnp.array([1.0, 2.0])
 @pytest.mark.slow_at("True")
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
-    """Data flow counts both branches, so the gradient of x is replaced in either case."""
+    """Both branches of cond count as data flow, so the gradient of x is replaced in either case."""
 
     def f(p, x):
         y = gt.replace_gradient(x, jnp.array([5.0, 7.0]))

@@ -1,4 +1,4 @@
-"""The JAX engine evaluates f once, inside of every transform and on concrete values."""
+"""The JAX engine evaluates f only once, on concrete values and inside of every transform."""
 
 from __future__ import annotations
 

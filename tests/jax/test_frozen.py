@@ -130,7 +130,7 @@ def test_where_forward_mode_fails_reverse_mode_twice_is_taken_and_said(name, wra
 
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_captured_weights_are_in_the_compiled_program_once(kind):
-    """The value, the pullback and the pushforward share one copy, as in plain JAX."""
+    """The value, the pullback and the pushforward share one copy of the weights."""
     weights = [kind(np.full((64, 64), 0.1)) for _ in range(2)]
 
     def net(z):

@@ -1,4 +1,4 @@
-"""A jaxpr as a graph: operations, lines, modules, marks, loop bodies and branches on values."""
+"""Graphs of jaxprs: operations, source lines, modules, marks, loop bodies and branches."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Host kernels in JAX only: shard_map, export, other platforms and nested JAX calls."""
+"""Tests of host kernels for JAX only: shard_map, export, platforms and nested JAX calls."""
 
 from __future__ import annotations
 

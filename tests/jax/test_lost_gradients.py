@@ -1,4 +1,4 @@
-"""why_zero finds each cause of a lost gradient with its line and kind, and nothing else."""
+"""why_zero reports the line and the kind of each cause of a lost gradient, and no other causes."""
 
 import pytest
 

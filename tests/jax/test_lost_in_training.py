@@ -26,8 +26,8 @@ F64 = jnp.float64
 class Loop:
     """A model and its training loss: `loss(model)` is differentiated.
 
-    tx: The optax transformation of the plain steps.
-    given: The optimizer that why_zero gets, if it is not tx.
+    tx: The optax transformation of the plain training steps.
+    given: The optimizer that is passed to why_zero; defaults to tx.
     """
 
     model: Any
@@ -206,7 +206,7 @@ PLANTED = {
 
 
 def still(loop, steps):
-    """Return the names of the parameters that plain steps of JAX and optax do not change."""
+    """Return the names of the parameters that plain training steps with optax do not change."""
     tx = loop.tx or optax.sgd(0.1)
     if isinstance(loop.model, nnx.Module):
         graph, params, rest = nnx.split(loop.model, nnx.Param, ...)

@@ -1,4 +1,4 @@
-"""Every use of every public name lowers for TPU and CUDA on any machine.
+"""On any machine, every program in `every_operator.py` lowers for TPU and CUDA.
 
 `make tpu` and `make cuda` also compile the lowered programs; see test_ahead_of_time.py.
 """

@@ -1,4 +1,4 @@
-"""Recomputed values in JAX equal the first ones in all programs of `replay_programs.py`."""
+"""Recomputed values equal the values of the first run in all of `replay_programs.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Requirements on custom rules in JAX, and features that they share with JAX's own rules.
 
-The programs are data. `jax.custom_jvp` and `jax.custom_vjp` compute the expected values where they
-support the program; a closed form does otherwise.
+`jax.custom_jvp` and `jax.custom_vjp` compute the expected values if they support the program;
+otherwise a closed form computes the expected values.
 """
 
 from __future__ import annotations

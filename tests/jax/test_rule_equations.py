@@ -1,4 +1,4 @@
-"""A custom rule as a jaxpr equation: printing, and unused outputs.
+"""Tests of the jaxpr equation of a custom rule: how it prints, and unused outputs.
 
 The expected values come from JAX's own `custom_jvp` and `custom_vjp`.
 """

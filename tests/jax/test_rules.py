@@ -111,7 +111,7 @@ def test_a_scan_over_reversals_keeps_no_x():
 
 
 def _scaled_exp(c):
-    """A rule that calls its own function and closes over c."""
+    """A custom rule that calls its primal function, where the function closes over c."""
     f = gt.custom_rule(lambda x: jnp.exp(c * x))
     f.defvjp(lambda x: (f(x), x), lambda x, g: (g * c * f(x),))
     return f

@@ -1,4 +1,4 @@
-"""No operator leaks a tracer: every use runs under `jax.check_tracer_leaks`."""
+"""No operator leaks a tracer. Each program of the table runs under `jax.check_tracer_leaks`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _frozen_over_a_tracer(w: World) -> Any:
     return run
 
 
-# uses whose derivative does not depend on x
+# programs whose derivative does not depend on x
 CONSTANT = ("custom_rule: value", "GradientAccumulator")
 MINE = [
     *(u for u in JITTED if u.planted and u.public != "host_function" and u.name not in CONSTANT),
     Use("frozen over a tracer", _frozen_over_a_tracer),
     Use("custom_rule that captures", _with_a_rule_that_captures),
-    # host_function with a double-backward kernel, unlike the other uses
+    # a host_function with a double-backward kernel, which the other programs do not have
     Use("host_function", _on_the_host),
 ]
 REVERSE_ONLY = ("clip_gradient", "transform_gradient", "replace_gradient")

@@ -1,4 +1,4 @@
-"""Connectedness in JAX is data flow through the jaxpr without the operations of the cut table."""
+"""In JAX, data flow connects an input to an output unless an operation cuts the gradient."""
 
 import inspect
 
@@ -39,12 +39,12 @@ def losses_of(f, *args):
 
 
 def reached(jaxpr):
-    """Return for each input whether it reaches an output of the jaxpr."""
+    """Return for each input whether an output of the jaxpr depends on the input."""
     return [any(column) for column in zip(*reached_matrix(jaxpr), strict=True)]
 
 
 def connected(f, *args):
-    """Return for each input whether it reaches an output of the graph without a cut."""
+    """Return for each input whether an output depends on the input by a path without a cut."""
     rows = dependence_matrix(graph_of(jaxpr_of(f, *args)))
     return [max(column) > Dependence.CUT for column in zip(*rows, strict=True)]
 
@@ -88,7 +88,7 @@ def newton(theta):
 
 
 def slow_carry(x):
-    """Data from the first carry needs three iterations to reach the last carry."""
+    """Return the last carry, which depends on the first carry after three iterations."""
     return lax.fori_loop(0, 9, lambda _, c: (c[0], c[0], c[1], c[2]), (x, 0 * ONE, ONE, ONE))[3]
 
 
@@ -97,27 +97,27 @@ CONNECTED = {
     "round, with derivative zero": (jnp.round, X),
     "the power zero": (lambda x: x**0, X),
     "a product with zero": (lambda x: 0 * x, X),
-    "where, by its branches": (lambda x: jnp.where(x > 0, x, 0), X),
-    "logsumexp, with its stopped shift": (jax.nn.logsumexp, X),
+    "where with respect to its branches": (lambda x: jnp.where(x > 0, x, 0), X),
+    "logsumexp with a stopped shift": (jax.nn.logsumexp, X),
     "the first derivative of relu": (jax.grad(jax.nn.relu), ONE),
     "the gradient of a sum of squares": (jax.grad(lambda x: (x**2).sum()), X),
-    "a solve, by its matrix, whose LU is stopped": (lambda a: jnp.linalg.solve(a, X), A),
+    "a solve with respect to its matrix": (lambda a: jnp.linalg.solve(a, X), A),
     "an implicit root, found by comparisons": (newton, ONE),
     "the values of a sort with keys": (lambda x: lax.sort((X, x), num_keys=1)[1], X),
-    "a gather at argmax, by its values": (lambda x: x[jnp.argmax(x)], X),
-    "a scatter, by its operand": (lambda x: x.at[0].set(1.0), X),
+    "a gather at argmax with respect to its values": (lambda x: x[jnp.argmax(x)], X),
+    "a scatter with respect to its operand": (lambda x: x.at[0].set(1.0), X),
     "at apply": (lambda x: x.at[0].apply(jnp.sin), X),
     "a custom reduction": (lambda x: lax.reduce(x, ONE, lambda a, b: a * b + a, (0,)), X),
     "max pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "SAME"), X),
     "an associative scan": (lambda x: lax.associative_scan(jnp.multiply, x), X),
     "lax.map": (lambda x: lax.map(jnp.sin, x), X),
-    "a scan, by its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
-    "a scan, by its xs": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
-    "a scan, by its captured values": (
+    "a scan with respect to its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
+    "a scan with respect to its xs": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
+    "a scan with respect to its captured values": (
         lambda x: lax.scan(lambda c, a: (c + x[0] * a, None), ONE, X)[0],
         X,
     ),
-    "a scan of length 0, by its initial carry": (
+    "a scan of length 0 with respect to its initial carry": (
         lambda x: lax.scan(lambda c, _: (stop(c), None), x, None, length=0)[0],
         X,
     ),
@@ -126,11 +126,11 @@ CONNECTED = {
         X,
     ),
     "a loop through several carries": (slow_carry, ONE),
-    "a while loop, by its carry": (
+    "a while loop with respect to its carry": (
         lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
         X,
     ),
-    "a while loop, by its captured values": (
+    "a while loop with respect to its captured values": (
         lambda x: lax.while_loop(lambda c: c < 9, lambda c: c + x[0], ONE),
         X,
     ),
@@ -165,7 +165,7 @@ CONNECTED = {
     "a random draw that is scaled": (lambda x: x * jax.random.normal(jax.random.key(0), (3,)), X),
     "a reparameterised gamma": (lambda x: jax.random.gamma(jax.random.key(0), x), X + 2),
     "a change of precision": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), X),
-    "a stop next to an open path": (lambda x: stop(x) * x, X),
+    "a stop_gradient with a second, differentiable path": (lambda x: stop(x) * x, X),
     "the real part": (jnp.real, Z),
     "a complex number from real parts": (lambda x: lax.complex(x, 2 * x), X),
 }
@@ -231,7 +231,7 @@ def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
 
 
 def test_a_jaxpr_that_shares_its_bodies_is_read_in_linear_time():
-    """Twelve nested calls, each made twice: without sharing these are 2**12 equations."""
+    """Without sharing, twelve nested functions that are each called twice have 2**12 equations."""
     f = jnp.sin
     for _ in range(12):
         f = jax.jit(lambda x, g=f: g(x) + g(x))

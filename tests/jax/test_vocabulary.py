@@ -1,8 +1,8 @@
-"""The formula vocabulary of JAX: each function is read correctly.
+"""Formulas of JAX functions are correct for every function in the table.
 
-Each row of the table is a function and its arguments (`tests/support/formula_rows.py`). Its formula
-is compared with JAX's own derivatives at order 1, and for every third row at order 2. `BY_NAME`
-lists the functions that formulas write by their names.
+Each row of the table is a function and its arguments (`tests/support/formula_rows.py`). The formula
+of the function is compared with JAX's own derivatives at order 1, and for every third row at order
+2. `BY_NAME` lists the functions that formulas show by name.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_a_module_has_its_formula(name):
     assert set(checked(f, *args, tolerance=1e-5 if "nnx" in name else 1e-8).marked) <= BY_NAME
 
 
-# Functions for which the formula has no algebra.
+# Functions that a formula shows by name because they have no symbolic form.
 BY_NAME = set(
     """
     all angle any arccos arcsin arcsinh arctan arctan2 arctanh argmax argsort cbrt cho_solve

@@ -1,8 +1,8 @@
 """Whole equinox and flax.nnx modules as arguments of the operators, compared with plain JAX.
 
-The programs are all pairs of a kind of module and an operator. The expected values use no code of
-gradtools: the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp`
-or a plain loop differentiates the loss of that list.
+Each test combines a kind of module with an operator. The expected values use no code of gradtools:
+the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp` or a plain
+loop differentiates the loss of that list.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Kind:
         return (out**2).mean()
 
     def split(self, module):
-        """Return the module's arrays and a function that rebuilds the module from such arrays."""
+        """Return the module's arrays and a function that rebuilds the module from arrays."""
         if self.library == "equinox":
             part, rest = eqx.partition(module, eqx.is_inexact_array)
             leaves, tree = jax.tree.flatten(part)
@@ -156,7 +156,7 @@ def directions(leaves, seed=1):
 
 
 def tangent_of(kind, module, leaves):
-    """Return a module, or an nnx State, with the given arrays as a tangent."""
+    """Return the arrays as a tangent of the module, which is a module or an nnx State."""
     _, rebuild = kind.split(module)
     return rebuild(leaves)
 
@@ -214,7 +214,7 @@ def by_hvp(kind, m):
 
 
 def by_argument(kind, m):
-    """The module as an argument that is not differentiated, by position and by keyword."""
+    """Pass the module as a constant argument, by position and by keyword."""
     leaves, _ = kind.flat_loss(m)
     _, rebuild = kind.split(m)
     wanted = jax.grad(lambda x: kind.loss(rebuild(leaves), x))(X)
@@ -232,7 +232,7 @@ def by_minimax(kind, m):
 
 
 def by_tree(kind, m):
-    """A module in a dict together with an array."""
+    """Differentiate a dict that contains a module and an array."""
     leaves, loss = kind.flat_loss(m)
     wanted = jax.grad(lambda xs, t: loss(xs) * t**2, argnums=(0, 1))(leaves, 3.0)
     g = gt.grad(lambda p, x: kind.loss(p["net"], x) * p["t"] ** 2)({"net": m, "t": 3.0}, X)

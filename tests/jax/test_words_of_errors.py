@@ -1,4 +1,4 @@
-"""Errors of the user's code pass unchanged; errors of JAX keep their type and are explained."""
+"""Errors of the user's code are not changed; errors of JAX get an explanation."""
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_error_of_a_trace_names_the_line_of_the_users_function(operator):
-    """The error must not name the code in gradtools that calls the function."""
+    """The error of JAX must show the line of the user's function, not a line in gradtools."""
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         jax.jit(OPERATORS[operator](_branching))(X[:1] if operator == "chunked" else 1.0)
     line = _branching.__code__.co_firstlineno

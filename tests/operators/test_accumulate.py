@@ -43,7 +43,7 @@ def array(gt, values, dtype):
 
 
 def zeros_buffer(gt, values):
-    """Return a buffer for gradients of `values`: parameters in PyTorch, zeros in JAX."""
+    """Return the target of accumulation for `values`: parameters in PyTorch or zeros in JAX."""
     if is_torch(gt):
         return {name: f32(gt, value).requires_grad_() for name, value in values.items()}
     return {name: f32(gt, np.zeros_like(value, np.float32)) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Arrays, random keys and the array-API namespace behave alike in both backends."""
+"""Arrays, random keys and the array-API namespace behave the same in both backends."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Each bad call of `bad_inputs.py` raises its exact error text and leaves no state behind."""
+"""Each bad call of `bad_inputs.py` raises the stored error text and changes no global state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
         return lift(backend_name, x)
 
     array(np.ones(1))
-    # importing them draws random numbers and adds warning filters
+    # the import of these modules draws random numbers and adds warning filters
     for library in ("flax.linen", "scipy.sparse"):
         with suppress(ImportError):
             import_module(library)

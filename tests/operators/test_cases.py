@@ -1,6 +1,6 @@
-"""Each use case at a size that can be checked by hand, in both backends.
+"""Each use case in both backends, at a size for which the results can be derived by hand.
 
-The expected values are closed forms in NumPy, so they use none of the tested code.
+The expected values are closed forms in NumPy, so the expected values use none of the tested code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RTOL = 1e-12
 
 
 def agree(gt, found, expected):
-    """Compare the values, dtype and shape of one array."""
+    """Compare an array with its expected values, dtype and shape."""
     expected = np.asarray(expected)
     found = gt.to_numpy(found)
     assert found.shape == expected.shape and found.dtype == expected.dtype
@@ -29,7 +29,7 @@ def number(gt, x):
 
 
 class Counter:
-    """Count evaluations at run time; JAX counts them with a callback."""
+    """Count the evaluations of a function at run time, in JAX by a callback."""
 
     def __init__(self, backend_name):
         self.calls, self.jax = 0, backend_name == "jax"
@@ -123,7 +123,7 @@ def f(y, g):
 
 
 def second_derivative(y, z, u):
-    """(d/dy) <u, (d/dz) f(y, G(z))> with G = exp(sum_j z_j): 6 h_i g_i sum_j u_ij in row i."""
+    """For G = exp(sum_j z_j), row i of (d/dy) <u, (d/dz) f(y, G(z))> is 6 h_i g_i sum_j u_ij."""
     g = np.exp(z.sum(axis=1))
     rows = 6 * (y.sum(axis=1) + g) * g * u.sum(axis=1)
     return np.repeat(rows[:, None], y.shape[1], axis=1)
@@ -154,7 +154,7 @@ def test_u4_a_list_of_directions_gives_a_list(gt, yzu, rng):
 
 
 def test_u3_a_further_function_of_the_slopes_is_differentiated(gt, yzu):
-    """The loss is g = sum of squared slopes; dg/dy is the second derivative along 2 (d/dz) f."""
+    """The loss g is the sum of (df/dz)^2, so dg/dy is a second derivative along 2 df/dz."""
     y, z, _ = yzu
     g = np.exp(z.sum(axis=1))
     u = np.repeat((2 * 3 * (y.sum(axis=1) + g) ** 2 * g)[:, None], 4, axis=1)
@@ -168,7 +168,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
     if backend_name == "jax":
         from jax import lax
 
-        # Reverse mode does not support a while loop; forward mode does.
+        # Forward mode supports a while loop, but reverse mode does not.
         G = lambda z: gt.xp.exp(
             lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1]), (0, z))[1].sum(-1)
         )

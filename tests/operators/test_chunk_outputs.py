@@ -1,4 +1,4 @@
-"""Outputs of chunks are concatenated only if their rows are examples."""
+"""`chunked` concatenates the outputs of chunks only if the rows of an output are examples."""
 
 from __future__ import annotations
 

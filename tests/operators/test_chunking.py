@@ -34,7 +34,7 @@ def case(request):
 
 @pytest.fixture
 def problem(case, gt, rng):
-    """Return the chunked function, the plain function, weight, batch and directions of a case."""
+    """Return the chunked function, the plain function, weight, batch and tangents of a case."""
     w, x = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
     dw, dx = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
     return chunked(gt, case), lambda w, x: case.f(gt, w, x), w, x, (dw, dx)
@@ -44,7 +44,7 @@ def problem(case, gt, rng):
 def test_the_value_is_that_of_the_batch(gt, problem):
     ours, plain, w, x, _ = problem
     found, expected = ours(w, x), plain(w, x)
-    if isinstance(expected, dict):  # an output that counts rows is summed over chunks
+    if isinstance(expected, dict):  # an output contains row indices within each chunk
         expected["row"] = gt.asarray(np.concatenate([np.arange(4), np.arange(4), np.arange(2)]))
     close(gt, found, expected, 1e-14)
 
@@ -142,7 +142,7 @@ def test_token_counts_weigh(gt, rng):
     for weights in (gt.asarray(tokens.astype(float)), lambda w, x, m: m.sum()):
         close(gt, gt.microbatched_value_and_grad(f, 4, weights=weights)(w, x, m), expected)
     wrong = gt.microbatched_value_and_grad(f, 4)(w, x, m)
-    # without weights all examples count equally
+    # without weights, all examples have the same weight
     assert abs(float(wrong[0]) - float(expected[0])) > 1e-4
 
 

@@ -1,6 +1,6 @@
 """custom_rule and host_function for authors of rules: signatures, residuals and errors.
 
-The support matrix tests their numbers in all transforms and orders.
+The support matrix tests the numbers of both in all transforms and orders.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def test_what_fwd_draws_is_drawn_again_at_second_order(torch_gt, torch_x):
 def test_a_cotangent_map_that_is_not_linear_works_in_reverse_mode_alone(gt, x, y):
     f = gt.custom_rule(lambda x: x * x)
     f.defvjp(lambda x: (x * x, x), lambda x, ct: (gt.xp.clip(2 * x * ct, -1.0, 1.0),))
-    x = x + 0.1  # move x away from the points at which the frameworks round differently
+    x = x + 0.1  # avoid points at which rounding decides whether `clip` changes the value
     same(gradients(gt, f, x)[0], np.clip(2 * X + 0.2, -1, 1))
     inner = np.abs(2 * X + 0.2) < 1
     _, (h,) = gt.hvp(lambda x: f(x).sum(), (x,), (y,), mode="reverse_over_reverse")
@@ -313,7 +313,7 @@ def test_each_kernel_runs_once_in_a_gradient(gt, x):
 
 @pytest.mark.slow_at("jax")
 def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_needed(gt, x, y):
-    """bwd need not be the transpose of a Jacobian; a known derivative of bwd takes precedence."""
+    """A known derivative of bwd takes precedence over the assumption of a symmetric Hessian."""
     f = gt.host_function(lambda x: x * 1.0)
     matrix = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
@@ -328,7 +328,7 @@ def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_nee
 
 
 MATRIX = np.array([[1.0, 2.0, -1.0], [0.5, -3.0, 2.0], [4.0, 1.0, 0.25]])
-OF_ITS_OWN_RULE = {  # f(x) = M x, which is its own forward rule
+OF_ITS_OWN_RULE = {  # f(x) = M x, whose forward rule calls f itself
     "grad": (lambda gt, f, x: gt.grad(lambda x: f(x).sum())(x), MATRIX.sum(0)),
     "reverse jacobian": (lambda gt, f, x: gt.jacobian(f, mode="reverse")(x), MATRIX),
     "hessian": (

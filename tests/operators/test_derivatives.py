@@ -1,4 +1,4 @@
-"""Derivative operators on the programs of the scenario table, and their outputs by hand."""
+"""Derivative operators on the programs of the scenario table and on functions derived by hand."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from gradtools.testing import check_derivatives
 from tests.support.numpy_trees import close, leaves, lift, lower, slope, tree_map
 from tests.support.scenario_table import forms, program_of, smooth_programs
 
-DIFFERENCE = 1e-9  # error of a sixth-order finite difference of a function of scale one
+# error of a sixth-order finite difference if the function varies on a scale of one
+DIFFERENCE = 1e-9
 EXACT = 1e-12
 PROGRAMS = [program.name for program in smooth_programs()]
-# PyTorch computes a wrong derivative of their tangents (torch#192540), or vmap does not support
-# them.
+# Programs whose tangents PyTorch differentiates wrongly (torch#192540), or that vmap does not
+# support.
 FIRST_ORDER = ("solve", "determinant", "log determinant", "a branch on values")
 
 
 @pytest.mark.sampled(torch=(20, 30), jax=(6, 20))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives_are_those_of_differences(backend_name, name):
-    """`tests/conformance/test_operators.py` compares with the framework's own derivatives."""
+    """`tests/conformance/test_operators.py` compares operators with the framework's derivatives."""
     program = program_of(name)
     order = 1 if name in FIRST_ORDER else 2
     f = lambda *args: program.function(import_module(f"gradtools.{backend_name}"), *args)
@@ -332,7 +333,7 @@ def test_the_jacobian_of_a_complex_function_of_reals_is_complex(gt, backend_name
 
 
 class Graph(NamedTuple):
-    """Features and counts in one container, like jraph's GraphsTuple."""
+    """A container of float features and integer counts, like jraph's GraphsTuple."""
 
     x: Any
     n: Any
@@ -377,7 +378,7 @@ def test_integers_in_an_argument_are_constants_or_are_refused_by_name(gt, backen
 
 @pytest.mark.parametrize("inner", ["grad", "vjp", "jvp", "jacobian", "hvp"])
 def test_a_pushed_derivative_is_differentiated_by_its_tangent(gt, inner):
-    """The pushforward has a graph through the tangent, although the primal requires no gradient."""
+    """The pushforward has a graph if the tangent requires a gradient and the primal does not."""
     xp = gt.xp
     f = lambda x: xp.sum(xp.sin(x) * x) * xp.sum(x)
     x, t = (gt.asarray(np.sin(np.arange(3.0) + k)) for k in (1, 2))

@@ -1,4 +1,4 @@
-"""Connected and disconnected arguments, and the messages about them, in both backends."""
+"""Warnings and errors for arguments that are not connected to the output, in both backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = np.array([0.7, -1.3, 2.0])
 
 @dataclass(frozen=True)
 class Path:
-    """A scalar function of x and whether its value is connected to x."""
+    """A scalar function of x, and whether its value is connected to x."""
 
     name: str
     f: Callable[[Any, Any], Any]
@@ -47,7 +47,7 @@ PATHS = (
     Path("in one branch of where", lambda gt, x: gt.xp.sum(gt.xp.where(x > 9, x, 1.0)), True),
     Path("the largest", lambda gt, x: gt.xp.max(x), True),
     Path("in a loop", lambda gt, x: _loop(gt, x, False), True),
-    Path("stopped and also used", lambda gt, x: gt.xp.sum(gt.stop_gradient(x) * x), True),
+    Path("stopped, with a second path", lambda gt, x: gt.xp.sum(gt.stop_gradient(x) * x), True),
     Path("clipped and saturated", lambda gt, x: gt.xp.sum(gt.xp.clip(x, 5.0, 6.0)), True),
     Path("reversed at scale zero", lambda gt, x: gt.xp.sum(gt.reverse_gradient(x, 0.0)), True),
     Path("unused", lambda gt, x: gt.asarray(np.array(1.0)) * 2, False),

@@ -1,7 +1,7 @@
-"""Arrays that an edit takes besides its input: a factor, a bound or a gradient.
+"""Gradients with respect to the factor, the bound or the gradient that an edit takes.
 
-Edits are constant in these arrays to first order, and gradtools reports a cut. An edited gradient
-depends on them and is differentiated with respect to them at second order.
+At first order, an edit treats these arrays as constants, and gradtools reports a gradient cut. An
+edited gradient depends on these arrays, so second derivatives with respect to them exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Edits leave values unchanged bit for bit and change derivatives, in every transform."""
+"""Gradient edits change derivatives but no bit of the values, in every transform."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _DTYPES = (*_WORDS, "complex64", "complex128")
 
 
 def hard_numbers(native, dtype):
-    """Return an array of the dtype that contains special numbers with known bits."""
+    """Return an array of the given dtype with the special numbers in `_WORDS`."""
     part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[part]
     words = np.array(_WORDS[part], f"u{size}")
@@ -203,7 +203,7 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
 
 
 def clipped(gt, cts, **bounds):
-    """Return the output cotangents of clip_gradient for the given cotangents as NumPy arrays."""
+    """Return the input cotangents of clip_gradient for the given output cotangents."""
     arrays = [
         c if hasattr(c, "requires_grad") or hasattr(c, "aval") else gt.asarray(c) for c in cts
     ]
@@ -212,8 +212,9 @@ def clipped(gt, cts, **bounds):
 
 
 _INF, _NAN, _HALF = math.inf, math.nan, 1 / math.sqrt(2)
-CLIPPED = {  # Cotangents (and dtype), bounds, expected result, relative error.
-    # The denominator has no epsilon.
+# Cotangents (and dtype), bounds, expected result, relative error.
+CLIPPED = {
+    # The division by the norm adds no epsilon.
     "a norm at the bound": ([[3.0, 4.0]], {"max_norm": 5.0}, [[3.0, 4.0]], 0),
     "all leaves": ([[3.0, 0.0], [4.0]], {"max_norm": 0.5}, [[0.3, 0.0], [0.4]], 1e-13),
     "values first": ([[3.0, -100.0]], {"max_norm": 2.5, "max_value": 4.0}, [[1.5, -2.0]], 0),
@@ -312,7 +313,7 @@ def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(g
 
 @pytest.mark.slow_at("jax")
 def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt, native):
-    """f = Re(conj(w) z) has the gradient w; outside of the edit JAX keeps its conjugate."""
+    """The gradient of Re(conj(w) z) is w; outside of edits, JAX represents it by its conjugate."""
     z, w = native.array(1 + 2j), native.array(3 - 4j)
     seen = []
 
@@ -330,7 +331,7 @@ def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt,
 
 
 def test_the_same_function_may_be_transformed_with_other_closures(gt):
-    """The transform of an earlier call is never reused for a later closure."""
+    """A call must not reuse the closure that an earlier call passed to transform_gradient."""
     x = gt.asarray(1.0)
     for k in range(5):
         found = gt.grad(lambda x, k=k: gt.transform_gradient(x, lambda c: c * k))(x)
@@ -399,7 +400,7 @@ def clip_jacobian(c, bound):
 @pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
-    """The second pullback goes through c -> c / |c| at 2x and x -> 2x, and is clipped again."""
+    """The second pullback is the pullback of c -> c / |c| at 2x and of x -> 2x, clipped again."""
     x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
     product = 2 * clip_jacobian(2 * x, 1.0) @ v
     product *= min(1, 1 / np.linalg.norm(product))
@@ -453,7 +454,7 @@ def test_straight_through_has_the_value_of_f_and_the_derivative_of_the_identity(
 
 
 def test_straight_through_is_exact_for_large_numbers(gt, native):
-    """x + stop(f(x) - x) would lose the digits of f(x) for large x; straight_through does not."""
+    """For large x, x + stop_gradient(f(x) - x) loses digits of f(x); straight_through does not."""
     for dtype in ("float32", "float64"):
         x = native.array([1e30, -1e25, 1.0, np.nan, np.inf], dtype)
         tiny = native.array([1e-20, 3e-7, 0.1, -0.0, 1e-40], dtype)
@@ -547,7 +548,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def case(request, gt):
-    """An edit by name, a scalar function that contains it, and its gradient in NumPy."""
+    """The name of an edit, a scalar function that contains the edit, and the expected gradient."""
     name = request.param
     return name, lambda x: (EDITS[name](gt, x) ** 3).sum(), CASES[name]
 

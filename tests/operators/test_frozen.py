@@ -24,7 +24,7 @@ def close(gt, found, expected, tolerance=1e-10):
 
 
 def staged(gt, fun):
-    """Compile fun in JAX, where eager code would compile hundreds of programs."""
+    """Compile `fun` in JAX, because eager code compiles hundreds of programs."""
     return gt.compile(fun) if gt.__name__.endswith("jax") else fun
 
 
@@ -90,7 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """Return G, z's differentiable leaves, a function that rebuilds z, and a reader of outputs."""
+    """Return G, the floating-point leaves of z, and functions that rebuild z and read outputs."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))
@@ -142,7 +142,7 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
-    """J u is linear in u and depends on z; its derivative with respect to z is tested."""
+    """The derivative of J u with respect to z must be right, where J is the Jacobian of G at z."""
     G, z, whole, read = case
 
     def third(G):
@@ -161,7 +161,7 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
 
 @pytest.fixture
 def problem(gt, rng):
-    """Return G, y and the batch zs."""
+    """Return the function G, the array y and the batch zs of arguments of G."""
     G = layers(gt, rng)
     y, zs = arrays(gt, rng, (4,), (6, 4))
     return G, y, zs

@@ -31,7 +31,7 @@ X = np.linspace(-1, 1, 6).reshape(2, 3)
 
 
 def normalised(row):
-    """A function of one row whose result for a batch of rows is different."""
+    """Normalize one row. For a batch, the sum is over all rows, so the result differs."""
     return row / np.abs(row).sum()
 
 

@@ -15,7 +15,7 @@ def agree(gt, found, expected, rtol=1e-9):
 
 
 def fast(gt, backend_name, f):
-    """Return f, compiled in JAX, where eager code would compile the solver in each call."""
+    """Return f, which is compiled in JAX, because eager code compiles the solver in each call."""
     return gt.compile(f) if backend_name == "jax" else f
 
 
@@ -108,7 +108,7 @@ def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
 @pytest.mark.parametrize("solver", ["gmres", "cg"])
 @pytest.mark.slow_at(("jax", "gmres"))
 def test_the_solvers_are_mapped(gt, backend_name, rng, solver):
-    """Under vmap the solver cannot read values."""
+    """The solver must not branch on values, which vmap does not support."""
     root = gt.implicit_solution(lambda z, a: z**3 + z - a, lambda a: _cubic(gt, a), solver)
     a = gt.asarray(rng.normal(size=(2, 3)))
     found = fast(gt, backend_name, gt.vmap(gt.grad(lambda a: root(a).sum())))(a)
@@ -189,7 +189,7 @@ def gt_leaves(tree):
 
 
 def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
-    """A deep equilibrium model as written in PyTorch, also with an edit in its step."""
+    """A deep equilibrium model in PyTorch, with and without a gradient edit in its step."""
     if backend_name == "jax":
         pytest.skip("a module of PyTorch")
     import torch
@@ -252,7 +252,7 @@ def _iterated(step, z):
 
 
 def test_a_call_keeps_nothing_that_the_equation_closes_over(gt, backend_name):
-    """The rules for a call with captured arrays are freed after the call."""
+    """The rules that a call with captured arrays creates must be freed after the call."""
     import gc
     import weakref
 
@@ -293,7 +293,7 @@ def test_solve_may_be_scipy(gt, backend_name):
 
 
 def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend_name, rng):
-    """The gradient of a validation loss with respect to the weight of a ridge penalty."""
+    """Compare the gradient of a validation loss with respect to the weight of a ridge penalty."""
     X, V = (gt.asarray(rng.normal(size=(n, 3))) for n in (20, 9))
     y, v = X @ gt.asarray(np.ones(3)), gt.asarray(rng.normal(size=9))
     cost = lambda b, s: ((X @ b - y) ** 2).mean() + gt.xp.exp(s) * (b**2).sum()
@@ -338,7 +338,7 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
     mapped = gt.vmap(wrong)(a[None])
     assert np.isnan(gt.to_numpy(mapped)).all()
     near = gt.implicit_solution(F, lambda a: _cubic(gt, a) * (1 + 1e-4), "dense")
-    # a relative error of 0.01 % in the solution is accepted
+    # a relative error of 0.01 % in the solution raises no error
     agree(gt, near(a), _cubic(gt, a), 1e-3)
     singular = gt.implicit_solution(lambda z, a: (z - a) ** 2, lambda a: a, "cg")
     with pytest.raises(GradtoolsError, match="linear solve left a residual"):
@@ -346,7 +346,7 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
-    """The stop_gradient calls around and inside of solve do not repeat values of the first run."""
+    """`checked` must recompute values at the stop_gradient calls around and inside of solve."""
     from gradtools.testing import checked
 
     def solve(w, x):

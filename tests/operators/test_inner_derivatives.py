@@ -1,4 +1,4 @@
-"""An outer derivative is zero if an inner derivative is constant or is cut afterwards."""
+"""An outer derivative is zero if the inner derivative is constant or its gradient is stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Z = np.array(1.5)
 
 @dataclass(frozen=True)
 class Inner:
-    """A scalar function that takes an inner derivative, and its own derivative; None if cut."""
+    """A function that computes an inner derivative; `slope` is None if no gradient propagates."""
 
     name: str
     f: Callable[[Any, Any, Any], Any]
@@ -89,7 +89,7 @@ INNER = (
         lambda gt, y, xp: gt.grad(lambda z: y + z**2)(_z(gt)),
         0.0,
     ),
-    Inner("cut and also used", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
+    Inner("cut, with a second path", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
     Inner("hessian of a square", lambda gt, x, xp: gt.hessian(lambda z: z**2)(x), 0.0),
     Inner(
         "jvp of a linear function", lambda gt, x, xp: gt.jvp(lambda z: 3 * z, (x,), (x,))[1], 3.0

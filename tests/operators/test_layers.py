@@ -1,4 +1,4 @@
-"""Gradient reversal layers: identity forward, gradient times -scale backward, no parameters."""
+"""Gradient reversal layers return the input and multiply its gradient by -scale."""
 
 import numpy as np
 import pytest

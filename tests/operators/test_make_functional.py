@@ -138,7 +138,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
 
 
 class Selfish(nn.Module):
-    """A module that refers to itself by a bound method, a list of parents, partial and vmap."""
+    """A module whose attributes refer to the module by bound method, list, partial and vmap."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_the_tree_refers_to_inside_itself_is_the_copy():
 
 
 class Counting(nn.Module):
-    """A module that assigns a new buffer and counts its calls in a Python number."""
+    """A module that counts its calls in a Python number and assigns a new buffer in each call."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
 """make_functional for flax.linen, flax.nnx and equinox, compared with torch.nn.
 
-The network is dense, batch norm, tanh, dense. Two conventions differ: the running mean is (1 - m)
-old + m batch in PyTorch but m old + (1 - m) batch in flax and equinox, and PyTorch's running
-variance is unbiased, n / (n - 1) times the variance of the others.
+The network is dense, batch norm, tanh, dense. Two conventions differ. The running mean is (1 - m)
+old + m batch in PyTorch and m old + (1 - m) batch in flax and equinox. The running variance in
+PyTorch is unbiased, so it is n / (n - 1) times the variance in flax and equinox.
 """
 
 import numpy as np

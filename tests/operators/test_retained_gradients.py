@@ -35,7 +35,7 @@ def steps(gt):
 
 
 def added(gt, w, x):
-    """Return the gradients of `steps` at the marks as gradients of arrays added there."""
+    """Return the gradients with respect to zeros that are added at the marks of `steps`."""
 
     def f(ds):
         h = x
@@ -51,7 +51,7 @@ def penalty(gt, f, x):
 
 
 def programs(gt, backend_name):
-    """Return variants of `steps` that compute the same function."""
+    """Return programs that compute the function of `steps` by other control flow."""
     one, shared = lambda w, x: layer(gt, w, x), (None, 0)
 
     def repeated(step):

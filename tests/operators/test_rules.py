@@ -1,6 +1,6 @@
-"""Internal rules with a tangent map, a cotangent map or both, for two inputs and two outputs.
+"""Internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
 
-The support matrix tests its numbers in every transform and at every order.
+The support matrix tests the numbers of rules in every transform and at every order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def _sum(*terms):
 
 GIVEN = {
     "both maps": ("tangent", "cotangent"),
-    "the tangent map alone": ("tangent",),
-    "the cotangent map alone": ("cotangent",),
+    "only the tangent map": ("tangent",),
+    "only the cotangent map": ("cotangent",),
 }
 
-# Two inputs and two outputs of other shapes than the inputs: (x, y) -> (x sum(y), y sum(x^2)).
+# A function whose outputs have other shapes than its inputs: (x, y) -> (x sum(y), y sum(x^2)).
 _MAPS = {
     "tangent": lambda xs, dxs: [
         _sum(
@@ -96,7 +96,7 @@ X = np.array([0.5, -1.5, 2.0])
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
-    """The maps get None for an input without a tangent and for an output without a cotangent."""
+    """A map receives None if an input has no tangent or an output has no cotangent."""
     xs = [native.array(X), native.array(np.array([2.0, -1.0]))]
 
     def at(run):

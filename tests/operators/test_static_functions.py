@@ -13,7 +13,7 @@ from gradtools import GradtoolsError
 
 
 def solver(gt):
-    """A rule with a static argument f; the derivative with respect to x is f's derivative."""
+    """A rule with a static argument f whose derivative with respect to x is the derivative of f."""
     rule = gt.custom_rule(lambda f, x: f(x), static_argnames="f")
     rule.defvjp(lambda f, x: (f(x), x), lambda f, x, c: (gt.vjp(f, x)[1](c)[0],))
     return rule
@@ -30,7 +30,7 @@ class Times:
         return self.w * x
 
 
-@dataclass(slots=True)  # without __hash__ and __dict__, like a module's variables in nnx
+@dataclass(slots=True)  # has no __hash__ and no __dict__, like the variables of an nnx module
 class Scale:
     w: Any
 

@@ -1,4 +1,4 @@
-"""Pytrees with the same keys in another order, and dataclasses in arguments of rules."""
+"""Pytrees whose keys are in another order, and dataclasses as arguments of rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_edits_take_a_dict_in_another_order(gt):
 
 
 def test_threads_that_add_first_in_other_orders_of_keys_agree(gt, monkeypatch):
-    """Both threads flatten their first gradients before either of them adds its gradients."""
+    """Both threads flatten their first gradients before one of the threads adds its gradients."""
     total, x = gt.GradientAccumulator(), gt.asarray(np.ones(2))
     meet = threading.Barrier(2)
     term = total._term

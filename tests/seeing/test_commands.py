@@ -1,4 +1,4 @@
-"""`gradtools why-zero`, `graph` and `formula` for a function name and input shapes.
+"""Tests of the commands `gradtools why-zero`, `gradtools graph` and `gradtools formula`.
 
 Each row of `ANSWERS` and `REFUSALS` is a command line and parts of its output.
 """
@@ -57,7 +57,7 @@ def program(tmp_path, monkeypatch, backend_name):
 
 
 def run(command: str, backend: str = "") -> int:
-    """Return the exit status of a command, in which `<backend>` is replaced."""
+    """Run a command, in which `<backend>` is replaced by a name, and return its exit status."""
     return main(command.replace("<backend>", backend).split())
 
 

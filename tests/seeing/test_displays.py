@@ -1,4 +1,4 @@
-"""Reports, tables and measurements in notebooks: HTML with the same words as the text."""
+"""In notebooks, the HTML of reports, tables and measurements has the same words as the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph as text, SVG, DOT, Mermaid and HTML: well-formed, complete and escaped."""
+"""Graphs as text, SVG, DOT, Mermaid and HTML are well-formed, complete and escaped."""
 
 from __future__ import annotations
 
@@ -70,11 +70,6 @@ def test_a_theme_is_chosen():
     for draw in (graph.to_svg, graph.to_html):
         with pytest.raises(GradtoolsError, match=f"^{draw.__name__}: theme='pink' is not known"):
             draw(theme="pink")
-
-
-# --- colours -----------------------------------------------------------------------------
-
-# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 
 
 # --- text --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Formulas of PyTorch programs: their text, their numbers and the errors."""
+"""Formulas of PyTorch programs: text, numerical checks and errors."""
 
 import re
 

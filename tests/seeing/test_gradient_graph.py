@@ -1,4 +1,4 @@
-"""Gradient graphs in both backends: passes, names, residuals, marks and cuts."""
+"""Tests of passes, names, residuals, marks and cuts in gradient graphs of both backends."""
 
 import html
 
@@ -28,7 +28,7 @@ def operations(graph, phase):
 
 
 def kept(graph):
-    """Return the residuals of a graph with their bytes."""
+    """Return the size in bytes of each residual of a graph."""
     return {edge.value: edge.bytes for edge in graph.edges if edge.saved}
 
 

@@ -2,7 +2,8 @@
 
 Each row of the table is one operation of the formula vocabulary in both frameworks. A NumPy
 interpreter evaluates the graph from the operation names and attributes, and the result must equal
-the framework's. This detects swapped operands and missing or wrong numbers, axes and exponents.
+the result of the framework. This detects swapped operands and missing or wrong numbers, axes and
+exponents.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from gradtools.seeing.formulas.words import made
 from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and a program in JAX (empty if JAX has no such operation). x
-# and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
+# and y are 3×4 with distinct positive entries, w is 4×4, v has 4 entries, and z is complex.
 TABLE = """
 add              ; x + y                               ; x + y
 subtract         ; 1 - x                               ; 1 - x
@@ -135,7 +136,7 @@ ARGUMENTS = {
     name: RNG.uniform(0.5, 1.4, shape)
     for name, shape in {"x": (3, 4), "y": (3, 4), "w": (4, 4)}.items()
 } | {"v": RNG.uniform(0.5, 1.4, 4), "z": RNG.normal(size=3) + 1j * RNG.normal(size=3)}
-# NumPy implementations of the operations that a formula writes by their names.
+# NumPy implementations of the operations that a formula shows by name.
 BY_NAME = {
     **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil trunc".split()},
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
@@ -175,7 +176,7 @@ def computed(graph, given):
 
 
 def one(node, given):
-    """Evaluate one node of the graph."""
+    """Evaluate one operation of a graph in NumPy."""
     if node.bodies:
         (body,) = node.bodies
         return computed(body.graph, [given[i] for i in body.inputs])
@@ -195,7 +196,7 @@ def one(node, given):
 
 
 def untrue(gt, words, operation, said):
-    """Return the error in the graph of a program, or an empty result if it is right."""
+    """Return a description of the error in the graph of a program, or an empty string."""
     names = [name for name in ARGUMENTS if re.search(rf"\b{name}\b", said)]
     f = eval(f"lambda {', '.join(names)}: {said}", words)
     given = [gt.asarray(ARGUMENTS[name]) for name in names]

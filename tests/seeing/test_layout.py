@@ -1,4 +1,4 @@
-"""Layouts of many graphs, checked by coordinates: no overlaps, nothing clipped or missing."""
+"""In layouts of many graphs, no boxes overlap, and nothing is clipped or missing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rectangles(picture: Scene) -> dict[int, tuple[float, ...]]:
 
 
 def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
-    """Yield points along a line."""
+    """Yield points at small distances along a line."""
     x = y = 0.0
     for name, numbers in line.steps:
         for i in range(count + 1):
@@ -220,7 +220,7 @@ canvas.firstElementChild = world;
 
 
 class Reader:
-    """A simulated reader of a graph's page, who expands and collapses blocks."""
+    """Simulates a user who expands and collapses blocks on the HTML page of a graph."""
 
     def __init__(self, graph) -> None:
         data = re.search(r'id="graph">(.*?)</script>', graph.to_html(), re.DOTALL)[1]
@@ -231,7 +231,7 @@ class Reader:
         self.script.eval("(() => {" + script("page.js") + "})()")
 
     def drawn(self) -> str:
-        """Return the drawn SVG without the parts that a static picture does not have."""
+        """Return the SVG on the page without the parts that exist only on interactive pages."""
         body = re.sub(r' tabindex="0"[^>]*', "", self.script.eval("world.innerHTML"))
         body = re.sub(r'<g class="tab">(<rect class="hot"[^>]*>)(.*?</text>)</g>', r"\2", body)
         return body.replace(" found", "")

@@ -1,4 +1,4 @@
-"""why_zero in both backends."""
+"""Tests of why_zero that run in both backends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Programs from public reports, rewritten with gradtools and their correct results."""
+"""Programs from public reports, rewritten with gradtools and compared with correct results."""

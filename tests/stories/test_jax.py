@@ -62,7 +62,7 @@ def the_squared_norm_at_equal_points():
 
 @STORIES.add(source="jax-ml/jax#26248")
 def a_scale_before_and_after_the_norm():
-    """The values are equal, but the gradient of the scale is 0 in one form and NaN in the other."""
+    """Two forms of the same function have different gradients of the scale: 0 and NaN."""
     x = jnp.zeros(2)
     inside, outside = (
         lambda a: jnp.linalg.norm(a * x),
@@ -75,7 +75,7 @@ def a_scale_before_and_after_the_norm():
 
 @STORIES.add(source="jax-ml/jax#654")
 def distances_of_charges_to_themselves():
-    """Masking after the division gives NaN; with the safe form both modes agree."""
+    """A mask after the division gives NaN, but not if the distance is masked too."""
     charges, points = draw(4), draw(4, 3, seed=1)
     keep = 1 - jnp.eye(4)
 
@@ -123,7 +123,7 @@ def a_reverse_rule_for_a_loss_serves_hessians():
 
 @STORIES.add(source="google/jaxopt#474")
 def the_hessian_of_a_ridge_solution():
-    """An implicit derivative as a reverse rule, differentiated in forward-over-reverse mode."""
+    """A Hessian in forward-over-reverse mode through a reverse rule that solves a linear system."""
     x, y = draw(8, 3), draw(8, seed=1)
     solve = lambda theta: jnp.linalg.solve(x.T @ x + theta * jnp.eye(3), x.T @ y)
     ridge = gt.custom_rule(solve)
@@ -152,7 +152,7 @@ def forward_mode_under_vmap_of_a_reverse_rule():
 
 @STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
-    """A traced array in `nondiff_argnums` leaks a tracer; here it is an ordinary argument."""
+    """A traced array leaks a tracer in `nondiff_argnums`, but not as an ordinary argument."""
     f = gt.custom_rule(lambda s, p: s * p)
     f.defvjp(lambda s, p: (s * p, s), lambda s, c: (None, s * c))
     g = jax.jit(lambda s, p: f(s, p))
@@ -188,7 +188,7 @@ def a_differentiated_value_that_a_rule_closes_over_is_refused():
 
 @STORIES.add(source="astro-informatics/s2fft#165")
 def forward_mode_of_a_transform_with_its_own_adjoint():
-    """A linear transform whose reverse rule is its adjoint; forward mode transposes that rule."""
+    """Forward mode of a linear transform transposes the reverse rule, which is the adjoint."""
     matrix = draw(5, 4) + 1j * draw(5, 4, seed=1)
     transform = gt.custom_rule(lambda x: matrix @ x)
     transform.defvjp(lambda x: (matrix @ x, None), lambda _, c: (matrix.conj().T @ c,))
@@ -201,7 +201,7 @@ def forward_mode_of_a_transform_with_its_own_adjoint():
 
 @STORIES.add(source="jax-ml/jax#3646")
 def one_key_for_several_draws():
-    """A key shared by all chunks raises an error; a key in key_argnums is folded per chunk."""
+    """A key shared by all chunks raises an error; key_argnums folds a key for each chunk."""
     drop = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
     x, key = jnp.ones((6, 8)), jax.random.key(0)
     with pytest.raises(GradtoolsError, match="key that chunks share"):

@@ -1,4 +1,4 @@
-"""Ports from PyTorch to JAX: comparisons of common correct and wrong ports."""
+"""Comparisons of PyTorch programs with common correct and wrong ports to JAX."""
 
 from __future__ import annotations
 

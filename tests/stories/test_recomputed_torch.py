@@ -47,7 +47,7 @@ def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
 
 
 class _Solver:
-    """A solver that caches its last argument and result."""
+    """A solver that caches the last argument and the last result."""
 
     x = y = None
 

@@ -82,7 +82,7 @@ def wgan_gp_penalty_trains_the_critic():
 
 
 def _distances(x: Tensor) -> Tensor:
-    """Pairwise distances like torch.pdist, whose backward pass PyTorch cannot differentiate."""
+    """Return pairwise distances like torch.pdist, whose backward PyTorch cannot differentiate."""
     gaps = x[:, None] - x[None]
     i, j = torch.triu_indices(len(x), len(x), 1)
     return gaps[i, j].square().sum(-1).sqrt()
@@ -137,7 +137,7 @@ def a_beam_needs_the_fourth_derivative():
 
 
 class _Adjoint(torch.autograd.Function):
-    """odeint_adjoint with Euler steps, whose backward pass runs under no_grad."""
+    """A Function like odeint_adjoint with Euler steps, whose backward pass runs under no_grad."""
 
     @staticmethod
     def forward(ctx, f, y, *params):
@@ -165,9 +165,9 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _named(program: Any, match: str) -> bool:
-    """Return whether `checked` reports the error in a program that runs without raising."""
+    """Assert that a program raises no error by itself but raises an error under `checked`."""
     with warnings.catch_warnings():
-        # the warning about a gradient without a graph
+        # ignore the warning about a gradient without a graph
         warnings.simplefilter("ignore", DisconnectedInputWarning)
         program()
     with checked(), pytest.raises(DerivativeError, match=match):
@@ -441,7 +441,7 @@ def test_a_story_comes_out_right(story):
 
 
 def compare(pairs, rtol, atol):
-    """Compare all pairs of computed and correct values; there must be at least one pair."""
+    """Assert that there are pairs of computed and correct values, and that each pair agrees."""
     assert pairs
     for found, right in pairs:
         found, right = (x.detach() if isinstance(x, Tensor) else x for x in (found, right))

@@ -13,7 +13,7 @@ N, D = 10, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A function of a batch, the shapes of its arguments and its options for `chunked`.
+    """A function of a batch, functions that create its arguments, and options for `chunked`.
 
     f takes the namespace, a shared weight and the batch.
     """
@@ -108,7 +108,7 @@ CASES = [
 
 
 def chunked(gt, case):
-    """Return the chunked function of weight and batch."""
+    """Return `chunked` of the function of a case, with arguments w and x."""
     options = {"chunk_size": 4, **case.options}
     return gt.chunked(lambda w, x: case.f(gt, w, x), in_axes=case.in_axes, **options)
 

@@ -1,13 +1,13 @@
-"""Public names without a case in the cost tables, and a check that all others have one."""
+"""Public names without a case in the cost tables, and a check that all other names have a case."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# The costs of these names are tested elsewhere or do not matter.
+# Public names whose costs are tested in other files or are negligible.
 ELSEWHERE = {
     *("vmap", "compile"),  # Aliases of the framework's own functions.
-    "all_gather",  # It needs several processes or devices.
+    "all_gather",  # Needs several processes or devices.
     # These operators have no handwritten equivalent.
     *("implicit_solution", "retain_gradient", "retained_gradients"),
     *(

@@ -1,7 +1,8 @@
-"""Operations and bytes of a call, for tests and benchmarks.
+"""Counts of operations and bytes of a call, for tests and benchmarks.
 
-PyTorch: FLOPs of products from `torch.utils.flop_counter`, one operation per element that any other
-operation computes, and the peak of live storages. JAX: XLA's analysis of the compiled program.
+In PyTorch, `torch.utils.flop_counter` counts FLOPs of products, each element that any other
+operation computes counts as one operation, and a dispatch mode measures live storages. In JAX, the
+counts come from XLA's analysis of the compiled program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 
 class Cost(NamedTuple):
-    """The number of operations of a call and its peak of live bytes."""
+    """The number of operations and the peak of live bytes during a call."""
 
     flops: int
     peak_bytes: int
@@ -43,7 +44,7 @@ def _in_jax(run: Callable[..., Any], *args: Any) -> Cost:
 
 
 def saved_bytes(gt: Any, f: Callable[..., Any], *args: Any) -> int:
-    """Return the bytes saved for backward; each array counts once and arguments do not count."""
+    """Return the number of bytes that f saves for backward, except for its arguments."""
     return (_packed if gt.__name__.endswith("torch") else _handed)(f, *args)
 
 

@@ -1,7 +1,7 @@
-"""Selection of a device by name in both frameworks; several devices of JAX on one machine.
+"""Selection of a device by name in both frameworks, and simulated devices of JAX.
 
 A name is "cpu", "gpu" (or "cuda") or "tpu", optionally with an index as in "gpu:1"; "auto" keeps
-each framework's default. Inside `placed` new arrays are created on the device.
+each framework's default. In the context of `placed`, new arrays are created on the device.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _jax_devices(jax: Any) -> dict[str, list[Any]]:
     for kind in ("cpu", "gpu", "tpu"):
         try:
             present[kind] = jax.local_devices(backend=kind)
-        except RuntimeError:  # JAX does not have this platform
+        except RuntimeError:  # JAX does not support this platform
             continue
     return present
 
@@ -69,7 +69,7 @@ def _jax_devices(jax: Any) -> dict[str, list[Any]]:
 def on_devices(program: str, count: int, optimized: bool = False) -> str:
     """Run a JAX program in a subprocess on `count` simulated CPU devices and return its output.
 
-    optimized: Whether XLA optimizes as for a user, for tests that read the compiled text.
+    optimized: Whether XLA optimizes the program, for tests that read the compiled text.
     """
     inherited = "" if optimized else os.environ.get("XLA_FLAGS", "")
     flags = f"{inherited} --xla_force_host_platform_device_count={count}"

@@ -1,7 +1,7 @@
-"""Evaluate a graph in PyTorch from its operations, edges and constants alone.
+"""Evaluate a graph in PyTorch, using only its operations, edges and constants.
 
 The table below implements each operation independently of the recorders, so a graph with a wrong
-edge evaluates to a wrong result. Graphs of JAX use the same table.
+edge evaluates to a wrong result. The table also evaluates graphs of JAX programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _slice(node: Node, x: Tensor) -> Tensor:
 
 
 def _broadcast(node: Node, x: Tensor) -> Tensor:
-    """Axis k of x becomes axis `axes[k]`; without `axes`, x keeps the last axes."""
+    """Expand x so that its axis k becomes axis `axes[k]`, by default one of the last axes."""
     shape = node.attributes["shape"]
     axes = node.attributes.get("axes", range(len(shape) - x.ndim, len(shape)))
     return x.reshape([shape[k] if k in axes else 1 for k in range(len(shape))]).expand(shape)
@@ -119,7 +119,7 @@ def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
     """Return every value of a graph by its index."""
     values: dict[int, Any] = {}
     for number in (*graph.inputs, *graph.captured):
-        name = graph.values[number].name  # a constant is named by its number
+        name = graph.values[number].name  # the name of a constant is its number
         values[number] = known[name].detach() if name in known else torch.tensor(float(name))
     for node in graph.nodes:
         if any(v not in values for v in node.inputs) or node.operation == "missing":
@@ -131,7 +131,7 @@ def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
 
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
-    """Return the names whose results are missing or different."""
+    """Return the names of results that are missing or differ from the expected results."""
     close = lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     names = found.keys() | expected.keys()
     both = found.keys() & expected.keys()

@@ -1,9 +1,10 @@
-"""Small uses of every public operator as data, for properties that all operators must have.
+"""A table of small calls of every public operator, for properties of all operators.
 
-A `Use` applies its operator to a function that calls `w.part` in several places. `part` is an
+A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
 elementwise function of an array of four numbers; a test may replace it with a function that counts,
 raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i of the
-result depends only on entry i of the argument, which gives an expected value without a framework.
+result depends only on entry i of the argument, so that tests can compute the expected value of one
+entry by itself.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ POINT = np.array([0.3, -1.2, 0.7, 2.0])
 
 @dataclass(frozen=True)
 class World:
-    """The inputs of a use: the namespace, the user's function `part` and the array x."""
+    """The inputs of a `Use`: the gradtools namespace, the function `part` and the array x."""
 
     gt: Any
     part: Callable[[Any], Any]
     x: Any
 
     def twice(self, x: Any) -> Any:
-        """The user's function, which calls `part` twice."""
+        """Compute the user's function, which calls `part` twice."""
         return self.part(self.part(x) * 0.5)
 
     def loss(self, x: Any) -> Any:
@@ -35,12 +36,12 @@ class World:
 
     @property
     def t(self) -> Any:
-        """A tangent direction of ones."""
+        """Return a tangent of ones."""
         return self.gt.xp.ones_like(self.x)
 
     @property
     def one(self) -> Any:
-        """The number one on the device of x."""
+        """Return the number one on the device of x."""
         return self.gt.xp.prod(self.t)
 
     @property
@@ -50,15 +51,16 @@ class World:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a public name.
+    """A program that calls one public operator or function.
 
     Attributes:
         name: The public name, optionally with a variant after a colon.
-        make: Makes the use, a function of the array that may be called repeatedly.
+        make: Returns the program for a `World`, a function of the array x that may be called
+            repeatedly.
         rows: Whether the result has the shape of x and entry i depends only on entry i of x.
-        planted: Whether the use calls `part`.
-        backends: The backends that support the use.
-        retries: Whether the operator tries another method if f fails once.
+        planted: Whether the program calls `part`.
+        backends: The backends that support the program.
+        retries: Whether the operator tries another method if f raises an error.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Use:
         return self.name
 
     def run(self, w: World) -> Any:
-        """Make the use and call it once."""
+        """Create the program and call it once."""
         return self.make(w)(w.x)
 
     @property
@@ -81,7 +83,7 @@ class Use:
 
 
 def healthy(gt: Any) -> Callable[[Any], Any]:
-    """Return the original `part` for arrays of the framework and of NumPy."""
+    """Return the default `part` for arrays of the framework and of NumPy."""
     return lambda x: (np if isinstance(x, np.ndarray) else gt.xp).sin(x) + x * x
 
 
@@ -142,7 +144,7 @@ def _module(w: World) -> Any:
 
 @cache
 def _equinox_module() -> Any:
-    """Return the module class, created only once because JAX keeps every registered class."""
+    """Return the equinox module class, created only once because JAX never frees the class."""
     import equinox
 
     class Module(equinox.Module):
@@ -206,7 +208,7 @@ def _frozen(w: World, order: int) -> Any:
 
 
 def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
-    """Return the gradient of the sum of f's entries."""
+    """Return the gradient of the sum over the entries of f(x)."""
     return w.gt.grad(lambda x: w.gt.xp.sum(f(x)))
 
 
@@ -216,7 +218,7 @@ def _through(w: World, edit: Callable[[Any], Any]) -> Any:
 
 
 def _mathematics(formula: Any) -> str:
-    """Return the text of a formula without its error, which depends on the random points."""
+    """Return the text of a formula without the numerical error, which depends on random points."""
     return str(formula).partition(" (greatest")[0]
 
 
@@ -255,7 +257,7 @@ def _microbatched(w: World) -> Any:
 
 
 def _of_f(operator: str, *options: Any, **more: Any) -> Callable[[World], Any]:
-    """Make a use of an operator whose result is a function with values of x's shape."""
+    """Return `make` for an operator that maps a function of x to a function with equal shapes."""
     return lambda w: getattr(w.gt, operator)(w.twice, *options, **more)
 
 
@@ -381,7 +383,7 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]
 
 
-# Analysis tools and functions whose results are not arrays.
+# Public names that do not run under jit: analysis tools, and functions without array results.
 NOT_JITTED = {
     *("why_zero", "formula", "asarray", "to_numpy"),
     *("gradient_graph", "ArraySpec", "is_recomputing"),

@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A function: an expression in a, b, c, d and a description of these arguments."""
+    """A function, given by an expression in a, b, c, d and a description of these arguments."""
 
     expression: str
     arguments: str

@@ -1,7 +1,7 @@
 """The pictures of docs/gallery.md: graphs of PyTorch and JAX programs, each with a short text.
 
-`python -m tests.support.gallery` writes the page and its pictures. Tests compare these files and
-compare each graph, evaluated operation by operation, with PyTorch's own derivatives.
+`python -m tests.support.gallery` writes the page and its pictures. Tests compare these files with
+the output, and compare the evaluated graphs with PyTorch's own derivatives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Picture:
         args: Its arguments.
         order: The order of differentiation.
         held: The captured parameters and buffers by their names in the graph.
-        gt: The gradtools namespace of its framework.
+        gt: The gradtools namespace of the framework in which the program runs.
     """
 
     name: str
@@ -148,7 +148,7 @@ def _seeded(module: nn.Module) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch norm and a skip connection."""
+    """A residual block: two convolutions with batch norm and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Scenarios in PyTorch that need a GPU; tests/torch/test_cuda.py runs them.
 
 A scenario is a function of a device. It raises AssertionError if a property is violated and
-`Absent` if the machine lacks a requirement. Scenarios that a CPU supports as well also run on the
-CPU, so that their code is tested on machines without a GPU.
+`Absent` if the machine lacks a requirement. If a CPU supports a scenario, the scenario also runs on
+the CPU, so that its code is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Absent(Exception):
 
 
 class GpuScenario(NamedTuple):
-    """A property of gradtools on a device.
+    """A test of one property of gradtools on a device.
 
     Attributes:
-        run: Raises AssertionError if the property is violated.
+        run: Takes the device and raises AssertionError if the property is violated.
         anywhere: Whether the scenario also runs on a CPU.
     """
 
@@ -66,7 +66,7 @@ def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
             result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*result)  # the last draw checks that the random state is equal afterwards
+        _exactly(*result)  # a draw after the gradient checks that the random states are equal
 
     return run
 
@@ -104,7 +104,7 @@ def _through(G: Callable[[Tensor], Tensor], z: Tensor) -> None:
     y, u = torch.randn_like(G(z)), torch.randn_like(z)
     f = lambda y, g: ((y * g) ** 2).sum()
     with warnings.catch_warnings():
-        # the warning that another attention kernel is used
+        # ignore the warning that another attention kernel is used
         warnings.simplefilter("ignore", GradtoolsWarning)
         pushed = gt.mixed_partial(f, G, y, z, u)
         frozen = gt.frozen(G)
@@ -196,7 +196,7 @@ def _two_processes(device: torch.device) -> None:
 
 
 def _rank(rank: int, kind: str, where: str) -> None:
-    """The program of one of the two processes."""
+    """Run one of the two processes of the training step."""
     from datetime import timedelta
 
     device = torch.device(kind, rank if kind == "cuda" else 0)
@@ -240,7 +240,7 @@ _EDITS: dict[str, Edit] = {
 
 
 def _bridged(device: torch.device) -> None:
-    """The bridge shares memory on one device in stream order, and raises an error otherwise."""
+    """The bridge shares memory in stream order, or raises an error if JAX lacks the device."""
     try:
         import jax
         import jax.numpy as jnp
@@ -302,13 +302,13 @@ def _in_order(device: torch.device, twice: Any, a: Any) -> None:
         lambda a: jax.lax.fori_loop(0, 50, lambda _, z: z + 1, jnp.zeros(1 << 20) * a[0])
     )
     for _ in range(3):
-        b = twice(late(a))  # the result of `late` has no other reference
+        b = twice(late(a))  # no other variable refers to the result of `late`
         assert float(jnp.min(b)) == float(jnp.max(b)) == 100.0
 
 
 SCENARIOS: dict[str, GpuScenario] = {
     **{f"noise in {name}": GpuScenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
-    **{  # `frozen` has no parameters
+    **{  # the module `frozen` has no parameters
         f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },

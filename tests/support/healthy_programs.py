@@ -112,7 +112,7 @@ def vq_vae_by_straight_through(gt, p):
 
 
 def vq_vae_with_ema(gt, p):
-    """The codebook is an exponential moving average and gets no gradient."""
+    """A VQ-VAE whose codebook is an exponential moving average, which needs no gradient."""
     x, codes, stop = rows(gt, 6, 5), rows(gt, 7, 3, seed=4), gt.stop_gradient
     z = x @ p["encoder"]
     q = nearest(gt, codes, z)
@@ -214,7 +214,7 @@ def truncated_recurrence(gt, p):
 
 
 def spiking(gt, p):
-    """A spiking neuron: a stopped spike resets the potential and has a surrogate gradient."""
+    """A spiking neuron with a surrogate gradient, whose detached spikes reset the potential."""
     spike = gt.straight_through(lambda v: v > 0, lambda v: sigmoid(gt, 4 * v))
     v, total = gt.asarray(np.zeros((6, 4), np.float32)), 0.0
     for t in range(3):

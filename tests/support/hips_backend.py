@@ -1,7 +1,7 @@
-"""HIPS autograd as a third backend with the default methods: `import hips_backend as gt`.
+"""A backend for HIPS autograd with the defaults of `Backend`: `import hips_backend as gt`.
 
-It supports NumPy arrays and reverse mode only. The pullback of autograd is the transpose, while
-gradtools' pullback is the adjoint.
+This backend supports only NumPy arrays and reverse mode. The pullback of autograd is the transpose,
+while gradtools' pullback is the adjoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradtools.backend import Backend, Evaluation
 
 @dataclass(frozen=True)
 class Treedef:
-    """The structure of a pytree of tuples, lists and dicts; None has no leaves."""
+    """The treedef of a pytree of tuples, lists and dicts, in which None has no leaves."""
 
     kind: type | None = None  # None for a leaf
     keys: tuple[Any, ...] = ()
@@ -38,7 +38,7 @@ class Treedef:
         return cls(type(tree), keys, tuple([cls.of(tree[key]) for key in keys]))
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the subtrees of a tree at the positions of the leaves."""
+        """Return the subtrees of `tree` at the positions of the leaves of this structure."""
         if self.kind is None:
             return [tree]
         if type(tree) is not self.kind or len(tree or ()) != len(self.keys):
@@ -136,7 +136,7 @@ class HipsBackend(Backend):
 
 
 def _listed(xs: Any) -> list[Any]:
-    """Return a list of the entries of a sequence that autograd may trace and cannot iterate."""
+    """Convert a sequence to a list by indices, because autograd cannot iterate traced sequences."""
     return [xs[i] for i in range(len(xs))]
 
 

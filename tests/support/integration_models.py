@@ -20,7 +20,7 @@ def bert(**options):
 
 
 def tokens(rows, length=7, seed=0):
-    """Return token ids and an attention mask like a tokenizer with padding."""
+    """Return token ids and an attention mask, as a tokenizer with padding does."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 60, (rows, length), generator=generator)
     lengths = torch.randint(3, length + 1, (rows, 1), generator=generator)
@@ -35,7 +35,7 @@ def pooled(out, mask):
 
 
 def contrastive(queries, passages, scale):
-    """Return the contrastive loss: each query must select its own passage among all passages."""
+    """Return the contrastive loss of queries and passages; query i matches passage i."""
     normal = torch.nn.functional.normalize
     scores = normal(queries, dim=-1) @ normal(passages, dim=-1).T * scale
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(queries)))

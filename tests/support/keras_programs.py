@@ -1,7 +1,7 @@
 """Checks of Keras models with make_functional on the backend that KERAS_BACKEND names.
 
 `tests/integration/test_keras.py` runs this file as a program, because Keras has one backend per
-process. It prints each check's name and its error, which is empty on success.
+process. The program prints the name of each check and its error, which is empty on success.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def numbers(arrays):
 
 
 def listed(tree, like):
-    """Return the arrays of a dict in the order of another dict, because JAX sorts keys."""
+    """Return the arrays in `tree` in the key order of `like`, because JAX sorts keys."""
     return [gt.to_numpy(tree[path]) for path in like]
 
 
@@ -106,7 +106,8 @@ def a_key_says_what_is_drawn():
     (seed,) = [path for path in state if "seed" in path]
     assert np.array_equal(gt.to_numpy(after[seed]), gt.to_numpy(state[seed]))
     _, counted = apply(params, state, asarray(X))
-    if BACKEND == "torch":  # dropout of Keras in PyTorch draws from PyTorch's own generator
+    # with the PyTorch backend, dropout of Keras uses PyTorch's random generator
+    if BACKEND == "torch":
         return
     assert not np.array_equal(gt.to_numpy(counted[seed]), gt.to_numpy(state[seed]))
 
@@ -172,7 +173,7 @@ def errors_say_what_to_do():
 
 
 def fit_trains_through_an_edited_gradient():
-    """With reversal, one SGD step moves the layer before it by -0.1 times the plain step."""
+    """With gradient reversal, an SGD step of the layer before it is -0.1 times the plain step."""
 
     class Reversal(keras.layers.Layer):
         def call(self, x):

@@ -14,11 +14,11 @@ Tensor = torch.Tensor
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts storages from their creation until they are freed.
+    """Dispatch mode that counts the bytes of storages from their creation until they are freed.
 
     Attributes:
-        now: The live bytes.
-        peak: The maximum of the live bytes.
+        now: The current number of live bytes.
+        peak: The maximum number of live bytes.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        fresh = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) of Python numbers
+        # called by torch.tensor(...) for Python numbers
+        fresh = func is torch.ops.aten.lift_fresh.default
         before = () if fresh else tree_leaves((args, kwargs))
         given = {_key(x) for x in before if _is_plain(x)}
         for x in tree_leaves(result):

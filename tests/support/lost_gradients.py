@@ -23,7 +23,7 @@ from tests.support.scenarios import Scenario, Table
 
 
 class Loss(NamedTuple):
-    """The kind and line of a loss, and whether the whole gradient is lost."""
+    """The kind and source line of a lost gradient, and whether the whole gradient is lost."""
 
     kind: str
     line: int | None
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 
 class LostGradients:
-    """The causes and healthy functions of one framework with their arguments.
+    """The functions of one framework that lose gradients, and its healthy functions.
 
     Attributes:
         x: The default argument of a function.
@@ -52,7 +52,7 @@ class LostGradients:
     def cause(self, *args: Any, name: str = "", scope: Any = None, written: Any = None) -> Any:
         """Register a cause.
 
-        scope: Expected modules; written: The function whose source has the comments.
+        scope: Expected modules; written: The function whose source contains the comments.
         """
         return self.causes.add(name, args=args or (self.x,), scope=scope, written=written)
 
@@ -61,14 +61,14 @@ class LostGradients:
         return self.healthy_ones.add(name, args=args or (self.x,))
 
     def in_one_line(self, functions: dict[str, dict[str, Callable[..., Any]]]) -> None:
-        """Register causes that fit on one line and have no comment, by the kind of loss."""
+        """Register functions of one line that lose a gradient of a given kind, without comments."""
         for mark, named in functions.items():
             for name, f in named.items():
                 self.causes.add(name, args=(self.x,), mark=mark)(f)
 
 
 def losses(cause: Scenario) -> list[Loss]:
-    """Return the losses of a cause from its comments."""
+    """Return the expected `Loss` records, which the comments in the source of a cause define."""
     f = cause.get("written") or cause.program
     if mark := cause.get("mark"):
         return _losses(mark, getattr(f, "func", f).__code__.co_firstlineno)
@@ -209,14 +209,14 @@ SHARED_HEALTHY: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A training loop that loses gradients.
+    """A training loop with a planted bug, and the expected report of why_zero.
 
     Attributes:
         make: Returns a loop with the attributes `model`, `optimizer` and `closure`.
-        found: The expected kinds of findings by the name of the leaf.
-        numerical: Whether the gradient is zero at these values only.
-        notes: The leaves that the notes of the report name.
-        oracle: Whether plain optimizer steps leave exactly these leaves unchanged.
+        found: The expected kind of finding for each leaf, by name.
+        numerical: Whether the gradient is zero only at the values of this program.
+        notes: The names of the leaves in the notes of the report.
+        oracle: Whether plain optimizer steps change all leaves except the leaves in `found`.
         strangers: Whether the optimizer has parameters of another model.
     """
 
@@ -228,7 +228,7 @@ class Planted:
     strangers: bool = False
 
     def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
-        """Assert that why_zero reports exactly the loss; `still` runs plain optimizer steps."""
+        """Assert the report of why_zero; `still` returns leaves that training does not change."""
         loop = self.make()
         report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
         assert kinds_by_leaf(report) == self.found
@@ -239,6 +239,6 @@ class Planted:
 
 
 def kinds_by_leaf(report: Any) -> dict[str, str]:
-    """Return the kind of each leaf with a completely lost gradient, except other models' leaves."""
+    """Return the kind of finding for each leaf of the model whose whole gradient is lost."""
     whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
     return {f.argument: f.kind for f in whole}

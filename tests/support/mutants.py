@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "support" / "mutants.toml"
 LEAST = 19 / 20  # the fraction of mutants that the tests must detect
 _QUICK = "not slow and not sweep and not ahead"
-_LONGEST = 3600  # Timeout in seconds, which also detects endless mutants.
+_LONGEST = 3600  # Timeout in seconds, which also detects mutants that never terminate.
 # Outcomes by pytest's exit status: all passed, some failed, import error, no quick test.
 _OUTCOMES = {0: "survived", 1: "seen", 2: "seen", 5: "survived"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file of the package."""
+    """A change of one line in one file of the package."""
 
     file: str
     was: str
@@ -74,7 +74,7 @@ def changed(copy: Path, mutant: Mutant) -> Iterator[None]:
 
 
 def outcome(copy: Path, tests: Iterable[str]) -> str:
-    """Run quick tests on the copy, of some files or of all, and return "survived" or "seen"."""
+    """Run the quick tests in some or all test files on the copy; return "survived" or "seen"."""
     files = [f"tests/{name}" for name in tests] or ["--ignore=tests/house/test_mutants.py"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", _QUICK]
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -96,7 +96,7 @@ def outcome(copy: Path, tests: Iterable[str]) -> str:
 
 
 def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant, str]:
-    """Return a mutant and its outcome; if `own`, run only the test files that it lists."""
+    """Return a mutant and its outcome; if `own`, run only the test files that the mutant lists."""
     copy = copies.get()
     try:
         with changed(copy, mutant):

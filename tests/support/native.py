@@ -1,6 +1,6 @@
-"""Each framework's own transforms and bit patterns under common names.
+"""Transforms and bit patterns of both frameworks under common names.
 
-Nothing here uses gradtools, so tests can compare gradtools with it.
+This module does not use gradtools, so tests can compare gradtools with its results.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ NATIVE = {"torch": TorchNative(), "jax": JaxNative()}
 def second_order(gt: Any, mix: str, f: Any, x: Any, v: Any, w: Any) -> Any:
     """Return w^T H v of a scalar f by one of the four mixes of forward (f) and reverse (r) mode.
 
-    The first letter is the outer derivative. The shapes are arbitrary.
+    The first letter of the mix is the mode of the outer derivative. The arguments may have any
+    shape.
     """
 
     def along_v(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pytrees of NumPy arrays, their conversion, and finite differences, without gradtools.
+"""Conversion of pytrees of NumPy arrays, and finite differences, without gradtools.
 
 `slope` computes the sixth-order central difference
 
@@ -26,7 +26,7 @@ def tree_map(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves, with the keys of a dict in sorted order as in JAX."""
+    """Return the leaves of a pytree, with the keys of dicts in sorted order as in JAX."""
     if isinstance(tree, dict):
         return [leaf for k in sorted(tree) for leaf in leaves(tree[k])]
     if isinstance(tree, tuple | list):
@@ -68,7 +68,7 @@ def slope(at: Callable[[float], Any], h: float = 3e-3) -> Any:
 def close(found: Any, expected: Any, rtol: float) -> None:
     """Assert that two pytrees agree leaf by leaf in shape, complexness and values.
 
-    The error of a leaf may be rtol times the larger of its norm and one.
+    The error of a leaf must be at most rtol times max(1, the norm of the leaf).
     """
     found, expected = leaves(found), leaves(expected)
     assert len(found) == len(expected)

@@ -1,13 +1,13 @@
 """A simulated PyTorch device other than the CPU, and a sweep of every operator on it.
 
-`native/other_device.cpp` implements the device. It becomes `torch.accelerator` of the process that
-starts it, so the sweep runs as a program in its own process:
+`native/other_device.cpp` implements the device. The device becomes `torch.accelerator` of its
+process, so the sweep runs as a program in a separate process:
 
     python -m tests.support.other_device        # prints a report of each use as JSON
 
-For each use it reports the error, the number of host synchronizations, the device of the result,
-whether its numbers equal the CPU's, whether it changed the device's random state, and how many
-kernels ran on another stream than the current one.
+The report of each use contains the error, the number of host synchronizations, the device of the
+result, whether the result equals the result on the CPU, whether the random state of the device
+changed, and how many kernels did not run on the current stream.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SEED = 3
 
 
 def found(use: Use) -> dict[str, Any]:
-    """Run a use twice on the device and report its behavior."""
+    """Run a `Use` twice on the device and return a report of its behavior."""
     torch.manual_seed(SEED)
     expected = leaves(gt, use.run(World(gt, healthy(gt), gt.asarray(POINT))))
     x = gt.asarray(POINT).to(NAME)
@@ -109,7 +109,7 @@ def _waited(f: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, int]:
 
 
 def _strays(f: Callable[[Any], Any], x: torch.Tensor) -> int:
-    """Count the kernels that run on another stream than the stream on which f is called."""
+    """Count the kernels of f that do not run on the stream that is current during the call."""
     device = torch.ops.other_device
     before = device.strays()
     device.enter_stream(1)
@@ -127,7 +127,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _agree(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    """Return whether results agree closely; the kernels of the device are the CPU's own."""
+    """Return whether results agree up to 1e-12, because the device uses the kernels of the CPU."""
     same = lambda x, y: bool((x == y).all() if x.dtype.kind == "U" else np.allclose(x, y, 1e-12))
     return len(a) == len(b) and all(map(same, a, b))
 
@@ -141,7 +141,7 @@ def _summed(f: Callable[[Any], Any]) -> Callable[[World], Any]:
 
 
 def _in_a_module(w: World) -> Any:
-    """A module with batch norm, whose buffers change, and RReLU, which draws slopes by a key."""
+    """Run a module with batch norm, whose buffers change, and RReLU, which draws random slopes."""
     net = torch.nn.Sequential(
         torch.nn.Linear(1, 3, dtype=torch.float64), torch.nn.BatchNorm1d(3, dtype=torch.float64),
         torch.nn.RReLU(), torch.nn.Linear(3, 2, dtype=torch.float64),
@@ -153,7 +153,7 @@ def _in_a_module(w: World) -> Any:
 
 
 def _hooked(w: World) -> Any:
-    """A module with an edit layer, whose backward pass runs in the device's thread."""
+    """Run a module with a gradient edit, whose backward pass runs in the device's thread."""
     net = torch.nn.Sequential(edits.GradientReversal(), torch.nn.Tanh())
     return gt.grad(lambda x: net(x).sum())
 

@@ -1,6 +1,6 @@
 """The Python code blocks of README.md and docs/, and how tests run them.
 
-Each block runs as a program of its own. A block that imports gradtools with the line `EITHER` runs
+Each block runs as a separate program. A block that imports gradtools by the line in `EITHER` runs
 once for each backend. The title of a block, which the page shows above the code, may define how the
 block ends::
 
@@ -64,7 +64,7 @@ OTHER_PACKAGES = {
 
 @dataclass(frozen=True)
 class Block:
-    """One Python block, its position, and how it ends according to its title."""
+    """A Python code block with its position and the expected end of its execution."""
 
     page: Path
     line: int
@@ -72,7 +72,8 @@ class Block:
     end: str = ""
     text: str = ""
     printed: str = ""
-    printed_by: str = ""  # the backend whose output the page shows, for a block of both backends
+    # the backend whose output the page shows, if the block runs in both backends
+    printed_by: str = ""
 
     @property
     def name(self) -> str:
@@ -83,7 +84,7 @@ class Block:
         return EITHER not in self.code
 
     def with_backend(self, namespace: str) -> Block:
-        """Return the block with the import of one namespace."""
+        """Return the block with the import line replaced by the import of one namespace."""
         return replace(self, code=self.code.replace(EITHER, f"import {namespace} as gt"))
 
     @property
@@ -93,7 +94,7 @@ class Block:
 
     @property
     def missing_names(self) -> set[str]:
-        """Return global names that the block reads but does not define."""
+        """Return the global names that the block reads but does not define."""
         if self.end == "not run":
             return set()
         tables = [symtable.symtable(self.code, self.name, "exec")]
@@ -111,7 +112,7 @@ class Block:
         return bool(self.packages & OTHER_PACKAGES)
 
     def run(self) -> None:
-        """Run the block as a reader would and check that it ends as its title says."""
+        """Run the block and check that its end is the end that the title defines."""
         if self.end == "not run":
             pytest.skip(self.text)
         for package in self.packages:
@@ -130,9 +131,9 @@ class Block:
             self._run()
 
     def _run(self) -> None:
-        # so that a traceback contains the line number of the page
+        # empty lines give tracebacks the line numbers of the page
         source = "\n" * self.line + self.code
-        module = ModuleType("page")  # a registered module, because torch.compile looks it up
+        module = ModuleType("page")  # registered below, because torch.compile looks the module up
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:
@@ -189,7 +190,7 @@ def blocks(pages: list[Path] = PAGES) -> list[Block]:
 
 @contextlib.contextmanager
 def default_precision() -> Iterator[None]:
-    """Run with JAX's default 32-bit precision, as for a reader."""
+    """Context manager in which JAX has its default 32-bit precision, as on a user's machine."""
     if "jax" not in gradtools.available_backends():
         yield
         return

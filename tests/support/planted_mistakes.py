@@ -1,8 +1,8 @@
 """Bugs planted in ports one at a time, with the expected reports of the comparison tools.
 
 A mistake replaces a piece of text in one side of a port of `ports.py`. `cause` is a part of the
-cause that `cross_check` reports, or UNKNOWN if it reports none. `lines` are texts of the lines in
-PyTorch and JAX that `first_divergence` names, if they are not the changed line and its counterpart.
+cause that `cross_check` reports, or UNKNOWN if it reports no cause. `lines` are the source lines in
+PyTorch and JAX that `first_divergence` names; the default is the changed line and its counterpart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN = "no known pattern"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One replaced text in one side of a port."""
+    """A bug, made by replacing a text in the PyTorch or the JAX side of a port."""
 
     port: str
     side: str
@@ -52,7 +52,7 @@ def built(
 
 
 def both(name: str, folder: Path, changed: str = "", old: str = "", new: str = "") -> Any:
-    """Return both sides of a port, one of them with the text replaced."""
+    """Return both sides of a port, with the text replaced in one side."""
     torch.manual_seed(0)
     first, _ = built(name, "torch", folder, *(changed == "torch") * (old, new))
     second, _ = built(name, "jax", folder, *(changed == "jax") * (old, new))
@@ -76,7 +76,7 @@ _JAX_OUTSIDE = "sqrt(x + 1e-05) in torch, sqrt(x) + 1e-05 in jax"
 _TRIL = "jnp.tril(jnp.ones((t, t), bool))"
 _GELU, _TANH = "gelu(x) in torch, tanh gelu(x) in jax", "tanh gelu(x) in torch, gelu(x) in jax"
 
-_TABLE = {  # by port: side, old text, new text, cause, lines
+_TABLE = {  # for each port: side, old text, new text, cause, lines
     "mlp": [
         ("jax", "x @ w + b", "x @ w - b", "x + y in torch, y - x in jax"),
         ("jax", "approximate=True", "approximate=False", _TANH),

@@ -3,7 +3,7 @@
 A private name begins with one underscore: the name of a module (`torch._C`), of an import from such
 a module, of an attribute (`x._version`), or a string that names an attribute. Operators
 (`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
-the standard library and of gradtools do not count, either.
+the standard library and of gradtools do not count as private names, either.
 
 The module also finds patches of the frameworks' classes.
 """
@@ -33,7 +33,7 @@ _TEXT = re.compile(rf"\b({'|'.join(FRAMEWORKS)})([./]\w+)*[./]_[a-zA-Z]\S*$")
 
 @dataclass(frozen=True, order=True)
 class Use:
-    """The position of a name in the package."""
+    """A private name and its position in the package."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def private_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the lines and private names of one file."""
+    """Yield the line number and name of each use of a private name in one file."""
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     operators = _names_of_operators(tree)
     for node in ast.walk(tree):
@@ -96,7 +96,7 @@ def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, s
     parts, at = [node.attr], node.value
     while isinstance(at, ast.Attribute):
         parts, at = [at.attr, *parts], at.value
-    if not isinstance(at, ast.Name):  # for example, the base is the value of a call
+    if not isinstance(at, ast.Name):  # the base is not a name but, for example, a call
         yield from ((node.lineno, p) for p in parts if _is_theirs(p))
         return
     dotted = ".".join((at.id, *parts))
@@ -129,7 +129,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a private name belongs to a framework, even if gradtools defines the same name."""
+    """Return whether a private name belongs to a framework and not only to gradtools."""
     if not _is_private(name) or name in _STANDARD:
         return False
     return name not in _ours() or name in _TOLD
@@ -151,7 +151,7 @@ def _ours() -> set[str]:
     return found
 
 
-# Private names of PyTorch's tensors, graphs and modules, also if PyTorch is not installed.
+# Private names of PyTorch's tensors, graphs and modules, listed because PyTorch may be missing.
 _OF_TENSORS = frozenset(
     ("_version", "_base", "_grad", "_backward_hooks", "_values", "_indices", "_cdata", "_schema")
     + ("_is_view", "_sequence_nr", "_forward_cls", "_backward_cls")
@@ -162,7 +162,7 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private on any object
+_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private names of a framework on any object
 
 
 # --- patches -----------------------------------------------------------------------------

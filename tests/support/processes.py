@@ -1,4 +1,4 @@
-"""Run the same cases in several PyTorch processes and collect their results.
+"""Run the same test cases in several PyTorch processes and collect the results.
 
 The processes are forked from one server that has imported PyTorch, so the import, which takes
 seconds, happens once for all test modules of a worker.
@@ -30,8 +30,8 @@ def keep_process_groups() -> None:
     """Keep every default process group alive until the process ends.
 
     The destructor of a Gloo group joins the group's threads while it holds the GIL, and a thread
-    may wait for the GIL to free the tensors of the last collective (pytorch/pytorch#56297). One of
-    about 2,000 calls of ``destroy_process_group`` right after a collective never returned.
+    may wait for the GIL to free the tensors of the last collective (pytorch/pytorch#56297). About
+    one in 2,000 calls of ``destroy_process_group`` right after a collective did not return.
     """
     init = dist.init_process_group
 
@@ -48,9 +48,9 @@ def found_in_processes(
 ) -> list[dict[Any, Any]]:
     """Return the results of `case(rank, world, name)` for each name in each of `world` processes.
 
-    The result of a case that raises is its traceback. Processes that hang are terminated, and their
-    remaining results are missing. With `last`, a process stops after a case that raises, because
-    the other processes wait for it.
+    If a case raises an error, its result is the traceback. Processes that hang are terminated, and
+    their remaining results are missing. With `last`, a process stops after a case that raises,
+    because the other processes wait for it.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(list(_IMPORTED))
@@ -71,7 +71,7 @@ def found_in_processes(
 def work(
     rank: int, case: Case, cases: list[Any], world: int, folder: str, last: bool = False
 ) -> None:
-    """Run all cases in one process."""
+    """Run all cases in this process and store the results in a file in `folder`."""
     torch.set_num_threads(1)
     keep_process_groups()
     init = f"file://{folder}/init"

@@ -3,11 +3,11 @@
     python -m tests.support.random_mutants --count 300 --seed 1           # survivors are listed
     python -m tests.support.random_mutants --count 20 --own edits chunks  # files by parts of names
 
-The changes are those of mutation tools (cosmic-ray, mutmut): a comparison is inverted, + becomes -,
-a number changes, a `not` is dropped, `and` becomes `or`, a statement is deleted, or a function
-returns None. A mutant runs with the tests that `mutants.toml` lists for its file and with the tests
-that name its module; if they all pass, the whole quick tier runs. A surviving mutant shows a line
-that no quick test covers, or a change without an effect.
+The changes are the same as in mutation tools (cosmic-ray, mutmut): a comparison is inverted, +
+becomes -, a number changes, a `not` is dropped, `and` becomes `or`, a statement is deleted, or a
+function returns None. A mutant runs with the tests that `mutants.toml` lists for its file and with
+the tests that name its module; if they all pass, the whole quick tier runs. A surviving mutant
+shows a line that no quick test covers, or a change without an effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support import mutants
 from tests.support.mutants import ROOT, Mutant, copied, trial
 
 PACKAGE = ROOT / "gradtools"
-_FILES = 5  # maximum number of test files that run first
+_FILES = 5  # maximum number of test files that run before the quick tier
 _CLOSURE = """
 import sys
 import numpy as np
@@ -89,7 +89,7 @@ def _short(text: str) -> str:
 
 
 def closure() -> list[Path]:
-    """Return the files that the core operators import in either backend."""
+    """Return the files that the core operators import in at least one of the backends."""
     found: set[Path] = set()
     for backend in ("torch", "jax"):
         command = [sys.executable, "-c", _CLOSURE.format(backend=backend)]
@@ -99,7 +99,7 @@ def closure() -> list[Path]:
 
 
 def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
-    """Yield every node that can be changed with its new text."""
+    """Yield every syntax node that can be changed, with its new text."""
     tree = ast.parse(source)
     fixed = {id(n) for node in ast.walk(tree) for n in _not_run(node)}
     for node in ast.walk(tree):
@@ -110,7 +110,7 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield nodes that mutation must skip: annotations, overloads, docstrings, messages, imports.
+    """Yield syntax nodes that must not be changed, such as annotations, docstrings and imports.
 
     `strict=True` of zip is skipped as well, because a correct program behaves the same without it.
     """
@@ -131,7 +131,7 @@ def _not_run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.AST) -> str | None:
-    """Return the changed text of a node, or None if it has no change."""
+    """Return the changed text of a syntax node, or None if the node cannot be changed."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _TURNED:
         ops = [_TURNED[type(node.ops[0])](), *node.ops[1:]]
         return f"({ast.unparse(ast.Compare(node.left, ops, node.comparators))})"
@@ -168,7 +168,7 @@ def drawn(files: list[Path], count: int, seed: int) -> list[RandomMutant]:
 
 @lru_cache
 def tests_of(name: str) -> tuple[str, ...]:
-    """Return the test files for a file of the package: from mutants.toml, and by its name."""
+    """Return the test files for a file of the package from mutants.toml and by module name."""
     listed = [test for mutant in mutants.read() if mutant.file == name for test in mutant.tests]
     module = "gradtools." + name.removesuffix(".py").replace("/", ".")
     words = re.compile(rf"\b{re.escape(module)}\b|\b{re.escape(Path(name).stem)}\b")
@@ -181,7 +181,7 @@ def tests_of(name: str) -> tuple[str, ...]:
     named.sort(key=lambda test: (Path(name).stem not in test, wing not in test))
     folder = Path(name).parent
     near = [test for m in mutants.read() if Path(m.file).parent == folder for test in m.tests]
-    near.sort(key=near.count, reverse=True)  # test files of other modules in the same folder
+    near.sort(key=near.count, reverse=True)  # test files for other modules in the same folder
     return tuple(dict.fromkeys([*listed, *named, *near]))[:_FILES]
 
 

@@ -1,8 +1,8 @@
 """Resolve the names in backticks in docstrings and comments of the package.
 
 A name is known if it is a module or identifier of the package or the tests. A dotted name is known
-if it can be imported, or if all of its parts are known and it does not begin with a module of the
-package that lacks it. A file name is known if the file exists.
+if it can be imported. A dotted name is also known if all of its parts are known, unless the name
+begins with a module of the package. A file name is known if the file exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHORT = {"np": "numpy", "jnp": "jax.numpy", "lax": "jax.lax", "F": "torch.nn.fu
 
 @dataclass(frozen=True, order=True)
 class Reference:
-    """A name in a docstring or comment with its position."""
+    """A name in a docstring or comment, and its position."""
 
     file: str
     line: int
@@ -51,7 +51,7 @@ def references(path: Path) -> Iterator[Reference]:
 
 
 def _prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of docstrings and comments without the examples in them."""
+    """Yield the lines of docstrings and comments, except for doctest examples."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -92,7 +92,7 @@ def _stems() -> tuple[dict[str, list[str]], set[str]]:
 
 @cache
 def _identifiers() -> frozenset[str]:
-    """Return the identifiers and words of strings in the package, and the tests' names."""
+    """Return the identifiers and the words of strings in the package, and the names of tests."""
     found = {*dir(builtins), *keyword.kwlist}
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Correct ports that use another layout, formula, loop or library than the original."""
+"""Correct ports whose layout, formula, loop or library differs from the original program."""
 
 from __future__ import annotations
 

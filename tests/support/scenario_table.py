@@ -1,4 +1,4 @@
-"""Scenarios: small programs as data, with arguments, order of differentiation and tags.
+"""Table of small programs with arguments, order of differentiation and tags.
 
 Each program is written once with `gt.xp` for all backends, and tests are generated from the
 records. Vectors have four entries if the length does not matter, because JAX compiles each
@@ -20,15 +20,16 @@ Tags = frozenset[str]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One program at one point.
+    """A program and the arguments at which it is differentiated.
 
     Attributes:
         name: A unique name.
-        function: ``f(gt, *args)`` of a backend's namespace and its arrays.
-        args: NumPy arrays, or pytrees of them.
+        function: A function ``f(gt, *args)`` of the namespace of a backend and its arrays.
+        args: NumPy arrays or pytrees of NumPy arrays.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
         dtype: The floating dtype of the arguments.
-        order: The highest order of derivatives that both frameworks define at the point, 0 to 2.
+        order: The highest order of derivatives, from 0 to 2, that both frameworks define at the
+            arguments.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
             "linear algebra", "network", "cancels".
     """
@@ -84,7 +85,7 @@ def _mixed(gt: Any, p: Any) -> Any:
 
 
 def forms() -> Iterator[Scenario]:
-    """Yield scenarios with additional pytrees and functions, which only some tests need."""
+    """Yield scenarios with additional pytrees and functions, which only some tests use."""
     empty = lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"])
     both = {"z": _draw(2, dtype="complex128"), "x": _draw(2, seed=3)}
     yield Scenario("linear", lambda gt, x: 2.0 * x, (_draw(3),), "vector")
@@ -101,7 +102,7 @@ def forms() -> Iterator[Scenario]:
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """Return the smooth 64-bit scenarios with values of ordinary size."""
+    """Return the smooth 64-bit scenarios whose values are neither large nor tiny."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
@@ -115,7 +116,7 @@ def program_of(name: str) -> Scenario:
 
 
 def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:
-    """Return the scenario of a program at one argument or a tuple of arguments."""
+    """Return a scenario for a program and one argument or a tuple of arguments."""
     args = args if isinstance(args, tuple) else (args,)
     first = leaf = args[0]
     while isinstance(leaf, dict | list | tuple):
@@ -143,7 +144,7 @@ def scenarios() -> Iterator[Scenario]:
 
 
 def _elementwise() -> Iterator[Scenario]:
-    """Smooth functions of one array."""
+    """Scenarios of smooth elementwise functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
     points = dict.fromkeys("sin cos tan exp expm1 tanh sinh cosh square".split(), vector)
     points |= dict.fromkeys("log log1p sqrt".split(), positive)
@@ -156,7 +157,7 @@ def _elementwise() -> Iterator[Scenario]:
 
 
 def _of_shapes() -> Iterator[Scenario]:
-    """Programs that mix entries, for arguments of every shape."""
+    """Scenarios of programs that combine entries, for arguments of every shape."""
     several, network, integer = {"several"}, {"several", "network"}, {"integer"}
     linalg = {"several", "linear algebra"}
     x, v, square = _draw(3, 4), _draw(4), _draw(3, 3) + 4 * np.eye(3)
@@ -211,7 +212,7 @@ def _of_shapes() -> Iterator[Scenario]:
 def _rearranged() -> Iterator[Scenario]:
     """Programs that rearrange, sum or select entries."""
     x, v, several = _draw(3, 4), _draw(4), {"several"}
-    apart = np.array([1.2, -2.1, 0.1, 2.3])  # far from kinks and from each other
+    apart = np.array([1.2, -2.1, 0.1, 2.3])  # entries that are far from kinks and from each other
     picked = lambda gt, x: gt.xp.take(x, gt.asarray(np.array([3, 0, 0])), axis=0) ** 2
     tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
     nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
@@ -249,7 +250,7 @@ def _rearranged() -> Iterator[Scenario]:
 
 
 def _factored() -> Iterator[Scenario]:
-    """Linear algebra beyond products."""
+    """Scenarios of linear algebra, such as inverses and decompositions."""
     x, linalg = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5]), {"linear algebra"}
     positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
     log_det = lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1]
@@ -267,7 +268,7 @@ def _factored() -> Iterator[Scenario]:
 
 
 def _scales() -> Iterator[Scenario]:
-    """Large and tiny numbers, and both at once."""
+    """Programs with large numbers, tiny numbers, or both."""
     large, tiny, both = {"large"}, {"tiny"}, {"large", "tiny"}
     x = _draw(4)
     cube = lambda gt, x: gt.xp.sum(x**3)
@@ -293,7 +294,7 @@ def _scales() -> Iterator[Scenario]:
 
 
 def _kinks() -> Iterator[Scenario]:
-    """Points at which the derivative is a convention that both frameworks share."""
+    """Scenarios at points where the derivative is a convention that both frameworks share."""
     kink = {"kink"}
     tied, weights = np.array([1.0, 1.0, 0.0]), np.array([1.0, 2.0, 3.0])
     equal = (np.array([1.0, 2.0]), np.array([1.0, 3.0]))
@@ -315,7 +316,7 @@ def _kinks() -> Iterator[Scenario]:
 
 
 def _complex() -> Iterator[Scenario]:
-    """Complex arguments: real and complex outputs, holomorphic and not."""
+    """Programs with complex arguments and real or complex outputs."""
     z, tags, both = _draw(4, dtype="complex128"), {"complex"}, {"complex", "several"}
     squared = lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2)
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))

@@ -1,4 +1,4 @@
-"""`Scenario` and `Table`: named programs as parameters of tests.
+"""`Scenario` is a named program, and `Table` provides scenarios as parameters of tests.
 
     PROGRAMS = Table()
 
@@ -9,7 +9,7 @@
     def test_it_is_refused(scenario, gt): ...
 
 The test of a table defines the meaning of `expected` and of additional entries. `scenario_table.py`
-has another class of scenarios for programs whose derivatives NumPy can check.
+defines another class of scenarios, which are tested by finite differences in NumPy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Scenario:
     """A program and its expected result.
 
     Attributes:
-        name: A description of the program, and the id of its test.
-        program: Runs the test, or returns the function to be tested.
-        expected: The expected numbers, findings or error message; None if the program asserts.
-        only: The only framework that supports the program; empty for both.
-        known: Additional entries for the test of the table, by name.
+        name: A description of the program, which is also the id of its test.
+        program: A function that runs the test, or that returns the function to be tested.
+        expected: The expected numbers, findings or error message, or None if the program itself
+            asserts.
+        only: The only framework that supports the program, or an empty string if both support it.
+        known: A dict of additional entries for the test that runs the table.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Scenario:
         return self.name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the additional entry with this name."""
+        """Return the additional entry of the given name."""
         return self.known.get(name, default)
 
 

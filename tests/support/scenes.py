@@ -1,4 +1,4 @@
-"""A picture of a graph as Python objects: boxes, frames, lines and labels with positions."""
+"""The layout of a picture of a graph: boxes, frames, lines and labels with positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
 
     Attributes:
         outline: The outline of the graph.
-        drawn: The output of the scripts: positions of boxes, frames, lines and labels.
+        drawn: The output of the layout scripts: positions of boxes, frames, lines and labels.
         boxes: The boxes and collapsed blocks, each with `item`, `card`, position and size.
         frames: The expanded blocks, each with `block`, position and size.
     """
@@ -39,7 +39,7 @@ class Scene:
     drawn: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the top, width, height or body of the picture."""
+        """Return an entry of `drawn`, such as the top, width, height or body of the picture."""
         return self.drawn[name]
 
     @cached_property
@@ -72,7 +72,7 @@ class Scene:
 
 
 def picture_of(outline: Outline, opened: frozenset[int] | None) -> Scene:
-    """Lay out an outline with the given blocks expanded; None expands as many as fit one screen."""
+    """Lay out an outline with the given blocks expanded, or with as many as fit on one screen."""
     keys = None if opened is None else json.dumps(sorted(opened))
     drawn = interpreter().eval(_DRAWN)(json.dumps(data_of(outline)), keys)
     return Scene(outline, json.loads(drawn))

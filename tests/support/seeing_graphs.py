@@ -1,7 +1,7 @@
-"""Handwritten graphs of different shapes for tests of their pictures.
+"""Handwritten graphs of different shapes, for tests of pictures of graphs.
 
-`Builder` builds a graph from calls that read like a program. Each shape is a function without
-arguments; `SHAPES` lists them by name.
+`Builder` builds a graph by one method call for each operation. Each graph is built by a function
+without arguments; `SHAPES` maps names to these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 class Builder:
-    """Build a graph node by node."""
+    """Builds a graph by one method call for each operation."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -58,7 +58,7 @@ def square() -> Graph:
 
 
 def square_twice() -> Graph:
-    """Forward, backward, and backward of the backward of x²."""
+    """Return the graph of the forward pass, backward pass and double-backward pass of x²."""
     b = Builder()
     x = b.input("x", 3)
     y = b.op("square", x)
@@ -88,7 +88,7 @@ def linear_with_backward() -> Graph:
 
 
 def transformer(layers: int = 12, width: int = 384) -> Graph:
-    """An encoder with a head and a loss, and a backward pass that mirrors its operations."""
+    """Return a graph of an encoder with a head and a loss, and of its backward pass."""
     b = Builder()
 
     def linear(x, scope, wide=width):
@@ -133,7 +133,7 @@ def empty() -> Graph:
 
 
 def ladder() -> Graph:
-    """Skip connections of every length."""
+    """Return a graph with skip connections of every length."""
     b = Builder()
     x = b.input("x", 8)
     stages = [x]
@@ -144,7 +144,7 @@ def ladder() -> Graph:
 
 
 def cuts() -> Graph:
-    """All strengths of links, marks, and an operation outside of the framework."""
+    """Return a graph with gradient cuts, marks, and an operation outside of the framework."""
     b = Builder()
     x = b.input("x", 4)
     stopped = b.op("stop_gradient", x, links=((_CUT,),), loss="detached")
@@ -159,7 +159,7 @@ def cuts() -> Graph:
 
 
 def loop() -> Graph:
-    """A scan whose body has three operations, and a branch."""
+    """Return a graph of a scan whose body has three operations, and of a branch."""
     b = Builder()
     x, w, xs = b.input("carry", 8), b.input("w", 8, 8), b.input("xs", 5, 8)
     inner = Builder()
@@ -188,7 +188,7 @@ def hostile_names() -> Graph:
 
 
 def shared_module() -> Graph:
-    """One module that is called three times between other modules, and thirty unscoped steps."""
+    """Return a graph of a module that is called three times, and of thirty other operations."""
     b = Builder()
     x = b.input("x", 4)
     for _ in range(3):

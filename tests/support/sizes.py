@@ -63,15 +63,15 @@ print("\\n".join(files))
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size figures of one tree."""
+    """Line counts of one source tree, and its long functions and files."""
 
     figures: dict[str, int]
-    functions: list[str]  # functions that are too long
+    functions: list[str]  # functions that exceed the limit of lines
     files: list[str]
 
 
 def sizes_of(root: Path) -> Sizes:
-    """Return the size figures of the checkout at `root`."""
+    """Return the `Sizes` of the checkout at `root`."""
     package, tests = sorted(root.glob("gradtools/**/*.py")), sorted(root.glob("tests/**/*.py"))
     closure = _closure(root)
     functions = [f for path in package for f in _long_functions(root, path)]
@@ -111,7 +111,7 @@ def _closure(root: Path) -> list[Path]:
 
 
 def _long_functions(root: Path, path: Path) -> Iterator[str]:
-    """Yield the functions whose code without docstring exceeds the limit."""
+    """Yield the functions whose code without docstring is longer than `_LONG_FUNCTION` lines."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
@@ -120,7 +120,7 @@ def _long_functions(root: Path, path: Path) -> Iterator[str]:
 
 
 def main(revision: str | None = None) -> None:
-    """Print the table, optionally with the figures of a Git revision."""
+    """Print the table of sizes, optionally with the sizes of a Git revision."""
     now, before = sizes_of(ROOT), None
     if revision:
         with tempfile.TemporaryDirectory() as place:

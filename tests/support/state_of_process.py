@@ -3,7 +3,7 @@
 `quick()` runs around every test and takes a few microseconds; `everything()` runs around every
 planted fault. Both return a dict of plain values with readable names, and `changes` lists the
 differences. `bits` describes an array: memory, version, `.grad` and attached objects. The functions
-read the state from the frameworks; from gradtools they read only its own global state.
+read the state of the frameworks and the global state of gradtools.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def everything() -> dict[str, Any]:
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Describe each difference: its name, the old value and the new value.
 
-    Names that only `after` contains come from new imports and do not count.
+    Names that only `after` contains come from new imports and are ignored.
     """
     return [
         f"{name} was {_short(before[name])}, is {_short(after[name])}"
@@ -54,7 +54,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Any) -> Any:
-    """Return an array as plain values: its memory, layout and attached objects."""
+    """Describe the memory, the layout and the attached objects of an array by plain values."""
     if isinstance(x, np.ndarray):
         return (x.dtype.str, x.shape, x.strides, x.flags.writeable, x.tobytes())
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
@@ -164,7 +164,9 @@ def _levels_of_jax() -> dict[str, Any]:
 
 def _rest_of_jax() -> dict[str, Any]:
     import jax
-    from jax._src.core import trace_state_clean  # the public function distinguishes only two states
+
+    # the public function does not distinguish all states
+    from jax._src.core import trace_state_clean
 
     flags = {
         f"jax.config.{name}": getattr(jax.config, name, None) for name in sorted(jax.config.values)
@@ -196,7 +198,7 @@ def _of_python() -> dict[str, Any]:
 
 
 def _ours(category: type) -> bool:
-    """Whether a warning filter has a category of Python or gradtools, not of another package."""
+    """Return whether the category of a warning filter belongs to Python or gradtools."""
     return category.__module__.partition(".")[0] in ("builtins", "gradtools")
 
 

@@ -1,6 +1,6 @@
 """Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
-A test is quick unless a mark on its file (``pytestmark``) or function says otherwise:
+A test is quick unless a mark on its file (``pytestmark``) or function defines another tier:
 
     @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # one value, or all values of a tuple
     @pytest.mark.sweep_at("third order")                   # these cases run only in the sweep
@@ -11,10 +11,10 @@ A test is quick unless a mark on its file (``pytestmark``) or function says othe
     @pytest.mark.sampled(slow=12)                          # 12 of the cases that are not quick run
 
 A value is a part of the test's id between hyphens, so cases need explicit ids. A sample is a
-covering array instead of the full product of the axes: it greedily adds the case with the most
+covering array instead of the full product of the axes: cases are added greedily by the number of
 pairs of values that no earlier case has (Cohen et al., The AETG System, 1997). The mutation tests
-(`mutants.py`) measure how much the quick tier detects. If GRADTOOLS_TEST_SECONDS is set, for
-example to 2, a slower test of the quick tier fails.
+(`mutants.py`) measure how many mutants the quick tests detect. If GRADTOOLS_TEST_SECONDS is set,
+for example to 2, a slower test of the quick tier fails.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LOOP = 0.020  # seconds that `_calibration` takes on the machine for which limi
 
 
 def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case of a large table if a test run takes one case of every `every`.
+    """Return the marks of case `number` of a large table, of which one in `every` cases runs.
 
-    If `number` counts along rows and columns, each of them is run in turn. The other cases are a
-    sweep.
+    If `number` is the sum of a row index and a column index, each row and each column has cases
+    that run. The other cases are a sweep.
     """
     return [] if number % every == 0 else [pytest.mark.sweep]
 
@@ -81,16 +81,16 @@ def _backend(item: pytest.Item) -> str:
 
 
 def named(case: str, values: Iterable[str | tuple[str, ...]]) -> bool:
-    """Return whether a case contains one of these values, or all values of one of these tuples."""
+    """Return whether the id of a case contains one of the values, or all values of one tuple."""
     every = [(value,) if isinstance(value, str) else value for value in values]
     return any(all(f"-{part}-" in f"-{case}-" for part in parts) for parts in every)
 
 
 def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
-    """Return indices of `count` rows, chosen greedily by their number of new pairs of values.
+    """Select `count` rows greedily by their numbers of new pairs of values; return the indices.
 
-    Ties are broken by rows that are far apart. The order is deterministic, and a longer list begins
-    with a shorter one.
+    If several rows have equally many new pairs, rows that are far apart are preferred. The order is
+    deterministic, and a longer list begins with a shorter one.
     """
     pairs = [
         {*combinations(enumerate(row), 2), *((cell,) for cell in enumerate(row))} for row in rows
@@ -98,7 +98,8 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     spread = sorted(range(len(rows)), key=lambda k: k * _GOLDEN % 1)
     chosen: list[int] = []
     met: set[object] = set()
-    adds: dict[int, int] = {}  # upper bounds: the number of new pairs of a row only decreases
+    # upper bounds, because the number of new pairs of a row only decreases
+    adds: dict[int, int] = {}
     while spread and len(chosen) < count:
         best, most = spread[0], -1
         for k in spread:
@@ -107,7 +108,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
                 if adds[k] > most:
                     best, most = k, adds[k]
         if most == 0 and met:
-            met, adds = set(), {}  # all pairs are covered: start again
+            met, adds = set(), {}  # all pairs are covered, so start again
             continue
         spread.remove(best)
         chosen.append(best)
@@ -116,7 +117,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
 
 
 def stale_values(items: Iterable[pytest.Item]) -> list[str]:
-    """Return values that a mark on a function names but none of its cases contains."""
+    """Return values that a mark of a test function names but that no case of the function has."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(function_of(item.nodeid), []).append(item)

@@ -1,4 +1,4 @@
-"""Dispatch modes that count operations and FLOPs of a run in PyTorch."""
+"""Dispatch modes that count operations and FLOPs in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE = ("aten.view", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._to_c
 
 
 class Count(TorchDispatchMode):
-    """Record the names of the operations that compute something, in order."""
+    """Record the names of operations in order, except for operations that compute nothing."""
 
     def __init__(self) -> None:
         super().__init__()

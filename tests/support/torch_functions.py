@@ -1,4 +1,4 @@
-"""autograd.Functions written as in PyTorch's documentation, as references for custom rules."""
+"""Autograd Functions as in PyTorch's documentation, which are references for custom rules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Make torchvision's Python code importable with any build of PyTorch.
 
-PyPI's torchvision is compiled for PyTorch with CUDA. Without CUDA its import fails at two operators
-that its compiled library declares. If the library cannot be loaded, this module declares the
-operators instead. No test calls them.
+PyPI's torchvision is compiled for PyTorch with CUDA. Without CUDA, the import of torchvision fails
+at two operators that its compiled library declares. If the library cannot be loaded, this module
+declares the operators instead. No test calls these operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _kept: list[object] = []  # a Library object removes its operators when it is de
 
 
 class _BeforeItsImport:
-    """A finder that finds nothing, but runs a hook when torchvision is first imported."""
+    """An import finder that finds no module, but runs a hook at the first import of torchvision."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "torchvision":

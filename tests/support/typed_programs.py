@@ -35,7 +35,7 @@ def of_dict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.sum(params["w"] * x)
 
 
-# Edits return the type of their argument.
+# Gradient edits return the type of their argument.
 assert_type(gt.reverse_gradient(x), torch.Tensor)
 assert_type(gt.stop_gradient({"a": x}), dict[str, torch.Tensor])
 assert_type(gj.clip_gradient(z, max_norm=1.0), jax.Array)
@@ -87,7 +87,7 @@ assert_type(gt.straight_through(torch.round)(x), torch.Tensor)
 gt.frozen(loss)(x)  # wrong
 gt.checkpoint(loss)(x, x, 3)  # wrong
 
-# Names of the namespaces.
+# Calls of names in the namespaces of the backends.
 gt.xp.exp(x)
 gj.xp.linalg.norm(z)
 gt.gradd(loss)  # wrong

@@ -1,4 +1,4 @@
-"""Operations that PyTorch differentiates wrongly or not at all, one row per operation.
+"""A table of operations for which derivatives in PyTorch are wrong or missing.
 
 The bugs were found by sweeps over OpInfo, PyTorch's own table of operators (`tests/sweeps`).
 `docs/upstream-bugs.md` is generated from this table. A test runs each example and fails when
@@ -10,24 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GRADIENT = "gradient"
-GRADIENT_AGAIN = "derivative of the gradient"  # Reverse over reverse mode.
+GRADIENT_AGAIN = "derivative of the gradient"  # Derivatives by reverse over reverse mode.
 THIRD = "third derivative"  # Reverse mode.
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
 TANGENT = "tangent"  # Forward mode.
-TANGENT_AGAIN = "derivative of the tangent"  # Reverse or forward mode over forward mode.
-TANGENT_OF_GRADIENT = "tangent of the gradient"  # Forward over reverse mode.
+# Derivatives by reverse or forward mode over forward mode.
+TANGENT_AGAIN = "derivative of the tangent"
+TANGENT_OF_GRADIENT = "tangent of the gradient"  # Derivatives by forward over reverse mode.
 
 
 @dataclass(frozen=True)
 class Bug:
-    """An operation that PyTorch differentiates wrongly.
+    """An operation whose derivative in PyTorch is wrong.
 
     Attributes:
         operation: The name in PyTorch's documentation without `torch.`.
         wrong: The wrong derivatives, each with a loss of x that shows the bug, as Python code with
             `torch` and x0, the value of x.
-        issue: The upstream issue, such as "torch#196702"; empty if no report was found.
+        issue: The upstream issue, such as "torch#196702", or an empty string if there is no report.
     """
 
     operation: str

@@ -2,8 +2,8 @@
 
     python -m tests.support.upstream_bugs_page    # writes docs/upstream-bugs.md
 
-Each example is a loss of a matrix; its derivatives along a direction are compared with central
-differences of the loss and of its gradient.
+Each example is a scalar loss of a matrix. Directional derivatives of the loss are compared with
+central differences of the loss and of its gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One wrong derivative: the results of PyTorch and of gradtools' operator in `checked`."""
+    """The results of PyTorch and of the gradtools operator in `checked` for one derivative."""
 
     row: Bug
     wrong: str
@@ -105,7 +105,8 @@ def _mapped(vmap, grad, f, t):
     return lambda x: (each(x) * t).sum()
 
 
-# Functions for the finite differences, where the number is not the derivative of f along t.
+# For each kind of derivative that is not the derivative of f along t, a function for the finite
+# differences.
 _BY_DIFFERENCES = {
     GRADIENT: lambda f, t: f,
     OF_STRIDED: lambda f, t: f,

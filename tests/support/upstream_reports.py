@@ -90,13 +90,13 @@ x = x.detach()
 
 @dataclass(frozen=True)
 class Report:
-    """A wrong derivative without an upstream issue.
+    """A report of a wrong derivative for which no upstream issue exists.
 
     Attributes:
         name: The file's name.
         title: The issue's title.
-        way: The derivative, a key of `_WAYS`, or empty.
-        f: The body of the loss, a function of x; the whole program if `way` is empty.
+        way: The kind of derivative, which is a key of `_WAYS` or an empty string.
+        f: The body of the loss function of x, or the whole program if `way` is empty.
         x: The point.
         v: The direction.
         note: Additional remarks.

@@ -1,10 +1,10 @@
-"""A pytest plugin for `tests.support.versions`: known limits of versions, and stored results.
+"""A pytest plugin of `tests.support.versions` for known failures and stored results.
 
-`version_ledger.toml` lists tests that a version cannot pass, with reasons. Such a test is expected
-to fail. If it passes, or if an entry matches no test, the run fails.
+`version_ledger.toml` lists tests that a version cannot pass, with reasons. These tests are expected
+to fail. The run fails if a listed test passes or if an entry matches no test.
 
 ``--version-results FILE`` appends each test's outcome to a file. ``--again`` skips the tests that
-passed or were excused in that file.
+passed or failed as expected according to that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE = ("passed", "skipped", "ledger")
 
 
 def applies(entry: dict[str, Any]) -> bool:
-    """Return whether an entry applies to the installed versions."""
+    """Return whether an entry of the ledger applies to the installed versions."""
     for package in ("torch", "jax", "flax"):
         if package in entry:
             try:
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs before cases are deselected, so that an entry may name only slow tests."""
+    """Apply the ledger before tests are deselected, because an entry may name only slow tests."""
     for entry in entries():
         if applies(entry):
             for item in excused(entry, items):
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def excused(entry: dict[str, Any], items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases that an entry names."""
+    """Return the test cases that an entry of the ledger names."""
     return [item for item in items if any(_matches(item, test, entry) for test in entry["tests"])]
 
 

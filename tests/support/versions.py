@@ -80,7 +80,7 @@ def built(name: str, pair: Pair) -> Path | None:
     subprocess.run([base, "-m", "venv", folder], check=True)
     frameworks = [f"torch=={pair.torch}", f"jax=={pair.jax}", f"jaxlib=={pair.jax}"]
     install = [python, "-m", "pip", "install", "-q"]
-    # ignore the version constraints of this machine
+    # ignore constraints on versions in the pip configuration of this machine
     exact = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     subprocess.run([*install, *frameworks, *PACKAGES], env=exact, check=True)
     subprocess.run([*install, "--no-deps", "-e", ROOT], check=True)
@@ -121,14 +121,14 @@ def table(seen: dict[str, Any]) -> str:
 
 
 def write_page(seen: dict[str, Any]) -> str:
-    """Return docs/support.md with the table of the stored results."""
+    """Return the text of docs/support.md with the table of the stored results."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n{table(seen)}\n{END}{after}"
 
 
 def main() -> int:
-    """Run the named pairs, or all; the exit status is 1 if a run failed."""
+    """Run the tests for the named pairs or for all pairs; return exit status 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")

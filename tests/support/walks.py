@@ -36,14 +36,14 @@ WALKS: dict[str, Callable[[Any, Any], Any]] = {
     "chunked": lambda gt, x: gt.grad(lambda x: gt.chunked(_square, 2)(x).sum())(x),
 }
 ALL = [(name, backend) for name in WALKS for backend in ("torch", "jax")]
-SHOWN = [("chunked", "torch")]  # the longest walk, which contains the walk of a gradient
+SHOWN = [("chunked", "torch")]  # the longest call tree, which contains the call tree of a gradient
 
 
 class Count(NamedTuple):
-    """The size of a walk.
+    """The size of a call tree.
 
     Attributes:
-        calls: The number of calls of gradtools functions; each resumption of a generator counts.
+        calls: The number of calls of gradtools functions, including each resumption of a generator.
         files: The number of files that define these functions.
         changes: The number of calls into another file than the file of the previous call.
     """
@@ -54,8 +54,8 @@ class Count(NamedTuple):
 
 
 def walked(name: str, backend: str) -> str:
-    """Return the module tree of one walk; each module is below the module that first called it."""
-    seen: dict[str, str] = {}  # maps a module to the module that first called it
+    """Return the module tree of one call; each module is below the module that first called it."""
+    seen: dict[str, str] = {}  # maps each module to the module that first called it
 
     def note(room: str, frame: Any) -> None:
         if room in seen:
@@ -70,7 +70,7 @@ def walked(name: str, backend: str) -> str:
 
 
 def counted(name: str, backend: str) -> Count:
-    """Count the calls, files and changes of file of one walk."""
+    """Count the calls, files and changes of file in the call tree of one operator."""
     rooms: list[str] = []
     _walk(name, backend, lambda room, frame: rooms.append(room))
     changes = sum(a != b for a, b in pairwise(rooms))
@@ -78,7 +78,7 @@ def counted(name: str, backend: str) -> Count:
 
 
 def _walk(name: str, backend: str, note: Callable[[str, Any], None]) -> None:
-    """Run one walk and call `note` with the module and frame of each call of gradtools."""
+    """Run one program and call `note` with the module and frame of each call in gradtools."""
     gt = importlib.import_module(f"gradtools.{backend}")
     x = gt.xp.ones((4, 4))
     for _ in range(2):  # the first call fills caches
@@ -115,17 +115,17 @@ def _said(room: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables with which a subprocess imports this source tree."""
+    """Return environment variables for a subprocess that imports this source tree."""
     return {**os.environ, "PYTHONPATH": str(HOUSE.parent)}
 
 
 def blocks() -> dict[str, str]:
-    """Return the tree of each walk by the title of its block on the page."""
+    """Return a dict from the title of each block on the page to its module tree."""
     return {f"{name}, {backend}": walked(name, backend) for name, backend in SHOWN}
 
 
 def counts() -> dict[str, Count]:
-    """Return the size of each walk by the title of its block on the page."""
+    """Return a dict from the title of each block on the page to the size of its call tree."""
     return {f"{name}, {backend}": counted(name, backend) for name, backend in ALL}
 
 

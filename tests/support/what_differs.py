@@ -18,7 +18,7 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"
-Values = list[Any] | None  # None if the framework does not define the second derivative
+Values = list[Any] | None  # is None if the framework does not define the second derivative
 
 # Each entry is a name and a point, and on an indented line the function in PyTorch and the function
 # in JAX. The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for
@@ -174,7 +174,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the current table."""
+    """Return the text of the page with the current table."""
     head, rest = page.split(START)
     return head + START + "\n" + table() + "\n" + END + rest.partition(END)[2]
 

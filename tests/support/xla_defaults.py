@@ -1,8 +1,8 @@
 """Fast compilation of programs that tests run, and XLA's defaults for programs that they inspect.
 
 JAX also creates an MLIR context for each program, which takes as long as the rest of the lowering
-of a small program. A context stores only objects that programs can share, so here a context is
-reused for many programs.
+of a small program. A context stores only objects that programs can share, so this module uses a
+context for many programs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def keep_compiled(folder: Path) -> None:
     network's weights as constants are several megabytes each; the next run deletes them.
     """
     for entry in folder.glob("*-cache"):
-        with suppress(FileNotFoundError):  # another worker has already deleted it
+        with suppress(FileNotFoundError):  # another worker has already deleted the file
             if entry.stat().st_size > 1_000_000:
                 entry.unlink()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
@@ -67,12 +67,12 @@ def _compile_by_hand_as_users_do() -> None:
 
 def _reuse_contexts(uses: int = 64) -> None:
     """Give each thread a new context after `uses` programs, which frees the old constants."""
-    from jax._src.interpreters import mlir  # no public name exists
+    from jax._src.interpreters import mlir  # the function has no public name
 
     fresh, kept = mlir.make_ir_context, threading.local()
 
     def make_ir_context() -> Any:
-        # a lowering that runs another program has its own context
+        # a program that is lowered during another lowering needs its own context
         if mlir.ir.Context.current is not None:
             return fresh()
         if not getattr(kept, "left", 0):

@@ -1,9 +1,10 @@
-"""Sweeps over everything that a framework can differentiate, with every operator of gradtools.
+"""Sweeps that differentiate every function of a framework with every operator of gradtools.
 
 A sweep takes its programs from external tables (PyTorch's own operator databases, all of `jax.lax`
 and `jax.numpy`), differentiates each program in every way, and compares the results with the
-framework's own derivatives. If the framework raises an error, gradtools must raise as well. The few
-cells that differ are listed with a reason; a reason that matches no cell is an error.
+framework's own derivatives. If the framework raises an error, gradtools must raise as well.
+Programs for which the results differ are listed with a reason; a reason that matches no program is
+an error.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ AGREES, DIFFERS, RAISED, LEFT_OUT = "agrees", "differs", "raised", "left out"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one program with one way of differentiating.
+    """The outcome of the comparison for one program and one gradtools operator.
 
     Attributes:
         program: The program's name in its table, such as "linalg.det" or "Conv2d, training".
-        way: The operator of gradtools, with its mode in words.
+        way: The name of the gradtools operator and of its mode.
         sample: The index of the program's sample inputs.
         dtype: The dtype of the differentiated inputs.
-        result: "agrees" (also where both raise), "differs", "raised" (gradtools alone), or
+        result: "agrees" (also if both raise), "differs", "raised" (only gradtools raised), or
             "left out" (there is nothing to compare).
-        detail: The numerical error, the message, or the reason for leaving the cell out.
+        detail: The numerical error, the error message, or the reason why the comparison was left
+            out.
     """
 
     program: str
@@ -38,11 +40,11 @@ class Outcome:
 
 
 Known = dict[tuple[str, str], str]
-"""Reasons by patterns of the program's and the way's names; `;` separates alternative patterns."""
+"""Maps patterns of program names and operator names to reasons; `;` separates patterns."""
 
 
 def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> list[str]:
-    """Return outcomes that fail without a reason, and reasons without a cell in a whole sweep."""
+    """Return outcomes that fail without a listed reason, and reasons that match no outcome."""
     used: set[tuple[str, str]] = set()
     found = []
     for o in outcomes:

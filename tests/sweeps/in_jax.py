@@ -1,8 +1,9 @@
-"""The sweep over JAX: every function of jax.lax, jax.numpy and related modules.
+"""The sweep over all functions of jax.lax, jax.numpy and related modules.
 
-A program is a case of `jax_programs`. All ways of differentiating a case are traced into one
-function and compiled together with JAX's own derivatives. A way that raises during tracing is
-recorded and the others continue. A way may raise only if JAX's own derivative raises.
+A program is a case of `jax_programs`. All operators are traced into one function for each case,
+which is compiled together with JAX's own derivatives. If an operator raises an error during
+tracing, the error is recorded and the other operators are traced. An operator may raise an error
+only if JAX's own derivative raises an error.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from tests.sweeps.jax_programs import Case, cases, takes_complex
 
 Arrays = list[Any]
 _TOLERANCE = {1: 1e-11, 2: 1e-10}
-_NOTHING = 1e-13  # rounding errors, if all entries should be zero
+_NOTHING = 1e-13  # maximum absolute error if all expected entries are zero
 
 
 def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) -> list[Outcome]:
-    """Return the outcome of every program in every way.
+    """Return the outcome of every program for every operator.
 
     Args:
-        programs: Cases of the table.
-        whole: Whether to run all samples, also with complex numbers, in all ways; otherwise only
-            the first sample in the principal ways.
-        eager: Whether each way runs separately and without compilation.
+        programs: Cases of `jax_programs`.
+        whole: Whether to run all samples, also with complex numbers, with all operators. Otherwise
+            the sweep runs only the first sample with the principal operators.
+        eager: Whether each operator runs separately and without compilation.
     """
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
@@ -72,7 +73,7 @@ def groups(size: int) -> list[tuple[Case, ...]]:
 
 @dataclass(frozen=True)
 class Point:
-    """A program as a function of lists, at x, with a tangent t and a cotangent c."""
+    """A function of lists of arrays, with its primals, tangents and cotangents."""
 
     f: Callable[..., Arrays]
     xs: Arrays
@@ -89,7 +90,7 @@ class Point:
         return sum(jnp.sum(jnp.real(jnp.conj(c) * y)) for c, y in zip(self.cs, outs, strict=True))
 
     def loss(self, outs: Sequence[Any]) -> Any:
-        """Re<c, y> + |y|^2 / 2, which has a second derivative even if f is linear."""
+        """Return Re<c, y> + |y|^2 / 2, whose second derivative is nonzero even if f is linear."""
         return self.inner(outs) + 0.5 * sum(jnp.sum(jnp.abs(y) ** 2) for y in outs)
 
     def g(self, *xs: Any) -> Any:
@@ -136,7 +137,7 @@ def _along(p: Point, slopes: Arrays) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    """An operator of gradtools and the JAX derivative to which it is compared."""
+    """An operator of gradtools, and the name of the JAX derivative with which it is compared."""
 
     name: str
     run: Callable[[Point], Any]
@@ -178,7 +179,7 @@ def _grad_of_jvp(p: Point) -> Any:
 
 
 def _mixed_partial(p: Point) -> Any:
-    """(d/dy) of <t, (d/dx) sum y (Re(conj(c) f) + |f|^2 / 2)>, at y = 1."""
+    """Compute d/dy of <t, d/dx sum y (Re(conj(c) f) + |f|^2 / 2)> at y = 1."""
 
     def f(ys: Arrays, outs: Arrays) -> Any:
         each = zip(ys, p.cs, outs, strict=True)
@@ -189,7 +190,7 @@ def _mixed_partial(p: Point) -> Any:
 
 
 def _chunked(p: Point) -> Any:
-    """Return the pullback of f over three examples, the last of which is the point itself."""
+    """Return the pullback of `chunked` for three examples, of which the last is the point p."""
     rows = lambda x, t: jnp.stack([x + s * t for s in (0.02, 0.01, 0.0)])
     batch = [rows(x, t) for x, t in zip(p.xs, p.ts, strict=True)]
     cs = [jnp.stack([jnp.zeros_like(c), 2 * c, c]) for c in p.cs]
@@ -213,7 +214,7 @@ def _by_defjvp(f: Any) -> Any:
 
 
 def _edited(f: Any) -> Any:
-    """Return f with its derivatives multiplied by -2 and then by -1/2."""
+    """Return f with two gradient edits, which scale the derivative by -2 and by -1/2."""
     return lambda *xs: gt.reverse_gradient(f(*[gt.scale_gradient(x, -2.0) for x in xs]), 0.5)
 
 
@@ -291,7 +292,7 @@ def _point(case: Case, f: Any, dtype: str) -> Point:
 
 
 def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dict[str, str]]:
-    """Return the results of JAX and of each way, and the errors of ways that raised."""
+    """Return the results of JAX and of each operator, and the errors that operators raised."""
     errors: dict[str, str] = {}
     needed = {way.gives for way in ways} | {"pushforward"}
     tasks = [(n, run) for n, run in NATIVE.items() if n in needed]
@@ -311,7 +312,8 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
     arrays = (point.xs, point.ts, point.cs)
     try:
         found = jax.device_get((everything if eager else jax.jit(everything))(*arrays))
-    except Exception:  # an error in XLA's compilation affects all ways
+    except Exception:
+        # one operator fails to compile in XLA, so all operators run without compilation
         if eager:
             raise
         return _computed(point, ways, eager=True)
@@ -319,7 +321,7 @@ def _computed(point: Point, ways: Sequence[Way], eager: bool) -> tuple[dict, dic
 
 
 def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Return the largest difference relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry, where NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return np.inf
     a, b = (np.concatenate([np.ravel(x) for x in xs]) for xs in (found, expected))

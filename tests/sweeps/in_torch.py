@@ -1,15 +1,15 @@
-"""The sweep over PyTorch: the programs of its tables, differentiated in every way.
+"""The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
 
-A way must equal PyTorch's own derivatives of a program f at x with a random tangent u and a random
-cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, s is the size of f), so that
-linear operators have nonzero second derivatives:
+Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
+a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of
+f), so that linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad
              transpose of the pullback
 
-A way returns one of these numbers. It may raise only if the first derivative that it names raises
-in PyTorch.
+Each operator returns one of these derivatives. An operator may raise an error only if PyTorch
+raises an error for the first derivative in `gives`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.sweeps.torch_programs import (
 )
 
 Tensors = Sequence[torch.Tensor]
-_SMALL = 40  # Maximum number of input and output entries for full matrices.
+_SMALL = 40  # Maximum number of input and output entries for which full Jacobians are computed.
 _TOLERANCE = {1: 1e-9, 2: 1e-7}  # Second derivatives of ill-conditioned operations lose digits.
 
 
 @dataclass(eq=False)
 class Point:
-    """A program with random directions and PyTorch's own derivatives."""
+    """A program with random tangents and cotangents, and methods for PyTorch's own derivatives."""
 
     program: TableProgram
 
@@ -146,7 +146,7 @@ def _or_zero(x: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of differentiating and the derivatives of `Point` to which it is compared."""
+    """An operator of gradtools, and the derivatives of `Point` with which it is compared."""
 
     name: str
     run: Callable[[Point], Any]
@@ -190,7 +190,7 @@ _way("hvp, forward over reverse", MIXED, 2, True)(lambda p: _hvp(p, p.g, "forwar
 
 @_way("vjp, outputs one by one", PULLED, quick=True)
 def _vjp_of_each(p: Point) -> Any:
-    """One output at a time, so the other outputs have no cotangent instead of a zero."""
+    """Differentiate one output at a time, so that the other outputs have no cotangent."""
     one = lambda i: lambda *xs: p.f(*xs)[i]
     parts = [gt.vjp(one(i), *p.x)[1](v) for i, v in enumerate(p.v)]
     return [sum(xs[1:], xs[0]) for xs in zip(*parts, strict=True)]
@@ -242,14 +242,14 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """The forward rule uses gradtools' jvp; torch.func.jvp does not nest in dual numbers."""
+    """The forward rule uses gradtools' jvp, because torch.func.jvp fails inside of dual levels."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule
 
 
 def _reversed(f: Any) -> Any:
-    """Return f with its derivatives multiplied by -2 and then by -1/2."""
+    """Return f with two gradient edits, which scale the derivative by -2 and by -1/2."""
     return lambda *xs: f(*gt.reverse_gradient(gt.scale_gradient(xs, -2.0), 0.5))
 
 
@@ -284,13 +284,14 @@ def _mixed_partial(p: Point) -> Any:
 def sweep(
     whole: bool = False, tables: Iterable[str] = tuple(TABLES), part: tuple[int, int] = (0, 1)
 ) -> Iterator[Outcome]:
-    """Yield the outcome of every program in every way.
+    """Yield the outcome of every program for every operator.
 
     Args:
-        whole: Whether to run all ways, several samples and in-place variants; otherwise one sample
-            of each operator with some of the quick ways, in turn.
+        whole: Whether to run all operators of gradtools on several samples and in-place variants.
+            Otherwise the sweep runs some quick operators, in turn, on one sample of each table
+            entry.
         tables: Names of the tables in `TABLES`.
-        part: `(i, n)` for the i-th of n parts, to split the work.
+        part: `(i, n)` runs the i-th of n parts of the sweep.
     """
     variants = (FUNCTION, IN_PLACE, ON_VIEW) if whole else (FUNCTION,)
     i, n = part
@@ -311,7 +312,7 @@ def _swept_entry(entry: TableEntry, ways: Sequence[Way], whole: bool) -> Iterato
 
 
 def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[Outcome]:
-    """Yield the outcomes of one program in the given ways."""
+    """Yield the outcomes of one program for the given operators."""
     about = lambda way, *told: Outcome(program.name, way, program.sample, program.dtype, *told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -334,7 +335,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
     expected, reasons = {}, {}
     for name in way.gives:
         try:
-            # as in gradtools: the fused kernels support first derivatives only
+            # gradtools also uses the math kernel, because other kernels have no second derivatives
             with sdpa_kernel(SDPBackend.MATH):
                 expected[name] = getattr(point, name)()
         except Exception as error:  # an error of PyTorch
@@ -352,7 +353,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
 
 
 def distance(found: Tensors, expected: Tensors) -> float:
-    """Return the largest difference relative to the largest entry; NaN equals NaN."""
+    """Return the largest difference relative to the largest entry, where NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return float("inf")
     a, b = (

@@ -1,9 +1,9 @@
 """The programs of the JAX sweep: a table of arguments for each public function.
 
 The functions are found by walking JAX's namespaces. The table lists the arguments at which each
-function is differentiated, and the names that have no derivative. The sweep reports a name that is
-in neither list as new in this version of JAX. Arguments are farther from kinks, poles, branch cuts
-and ties than a step of the finite differences.
+function is differentiated, and the names of functions without derivatives. The sweep reports other
+names as new in this version of JAX. The distance of arguments from kinks, poles, branch cuts and
+ties is larger than a finite-difference step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
     "i": lambda rng, shape: np.abs(_away(rng, shape, 0.15, 0.8)),  # Between 0 and 1.
     "g": lambda rng, shape: 1.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 1.
     "l": lambda rng, shape: 2.0 + np.abs(_away(rng, shape, 0.3, 1.5)),  # Greater than 2.
-    "b": _between,  # Away from integers and half-integers.
+    "b": _between,  # Numbers away from integers and half-integers.
     "s": lambda rng, shape: _spd(rng, *shape),  # Symmetric positive definite.
     "e": _near_eye,  # Well-conditioned matrices with simple eigenvalues.
     "c": _complex,
@@ -79,14 +79,14 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 
 @dataclass(frozen=True)
 class Case:
-    """One function with its arguments, which are all differentiated.
+    """A function and arguments, all of which are differentiated.
 
     Attributes:
-        f: The function of the arguments; closed-over values are constant.
-        draws: For each argument a key of `DRAWS` and the shape, such as "a23"; "real" at the end
-            where complex arguments make no sense.
+        f: A function of the arguments in `draws`; its closed-over values are constants.
+        draws: For each argument, a key of `DRAWS` and the shape, such as "a23". The string ends
+            with "real" if the function does not support complex arguments.
         program: The name of the function, with its namespace.
-        sample: The index among the cases of the function.
+        sample: The index of this case among all cases of the function.
     """
 
     f: Callable[..., Any]
@@ -99,7 +99,7 @@ class Case:
         return [DRAWS[kind](rng, tuple(map(int, shape))) for kind, *shape in codes]
 
     def arguments(self, dtype: str) -> list[np.ndarray]:
-        """Return the arguments in float64 or complex128, which are equal in each run."""
+        """Return the arguments in float64 or complex128, which have the same values in each run."""
         rng = np.random.default_rng(crc32(f"{self.program} {self.sample}".encode()))
         real = self._drawn(rng)
         if dtype == "float64" or any(np.iscomplexobj(x) for x in real):
@@ -610,7 +610,7 @@ WITHOUT: dict[str, str] = {
     for space, names in spaces.items()
     for name in names.split()
 }
-"""Names that no case differentiates, with the reason."""
+"""Names of functions that no case differentiates, by reason."""
 
 
 def names() -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Formulas of all functions in the tables of JAX and PyTorch are right or refused with a reason.
+"""`formula` is right or raises an error with a reason for each function of JAX and PyTorch.
 
-`formula` compares a formula with automatic differentiation before it returns it. A refusal must be
-due to f and name the cause.
+`formula` compares a formula with automatic differentiation before it returns it. If `formula`
+raises an error, the error must state a cause in f.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def _of_torch(group):
 
 
 def _faults(found):
-    """Return the errors that are not due to f, by name."""
+    """Return a dict of the errors whose cause is not f, by name of the function."""
     own = lambda said: said == "agrees" or any(re.search(text, said) for text in OWN_DOING)
     return {name: said for name, said in found.items() if not own(said)}
 
 
 def _collected(outcomes):
-    """Return the worst outcome for each name."""
+    """Return an outcome for each name, which is an error if any outcome of the name is an error."""
     found = {}
     for name, said in outcomes:
         if said != "agrees" or name not in found:

@@ -1,4 +1,4 @@
-"""The sweep over everything that PyTorch can differentiate, and tests that it detects errors.
+"""The sweep over all differentiable operations of PyTorch, and tests that it detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
 tables, with a third of the principal ways in turn for each operator. The mark `sweep` selects the
@@ -90,7 +90,7 @@ def test_a_missing_conjugate_is_found(monkeypatch):
 
 
 def test_a_frozen_function_that_loses_its_second_derivative_is_found(monkeypatch):
-    def mutant(G):  # drops the second derivative of G itself
+    def mutant(G):  # returns the linearization of G, which has no second derivative
         def frozen(*xs):
             ys = G(*(x.detach() for x in xs))
             pushed = gt.linearize(G, *(x.detach() for x in xs))[1]
@@ -128,4 +128,5 @@ def test_the_sweep_leaves_flags_and_random_stream_as_they_were():
     before = torch.get_rng_state()
     assert small("vjp")
     assert torch.equal(before, torch.get_rng_state())
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark  # the flag can still be set
+    # raises an error if the flags are frozen
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark

@@ -26,7 +26,8 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-_FEW = 600  # number of input and output entries; larger samples are used only if no other exists
+# number of input and output entries; larger samples are used only if there is no smaller sample
+_FEW = 600
 _MANY = 20_000
 _LARGE = 1e3  # Larger numbers leave too few digits for finite differences.
 _LOOKED_AT = 24  # Maximum number of samples of one operator.
@@ -38,10 +39,10 @@ class TableProgram:
     """One sample of a table entry as a function of the differentiated tensors.
 
     Attributes:
-        name: The name in the table with the variant, such as "add, in place".
+        name: The name of the table entry and its variant, such as "add, in place".
         dtype: The dtype of the differentiated tensors.
-        sample: The index among the samples of the table.
-        f: Maps the primals to the tuple of differentiable outputs.
+        sample: The index of the sample in the table entry.
+        f: A function of the primals that returns the tuple of differentiable outputs.
         primals: Detached tensors.
         random: Whether f draws random numbers from a fixed seed.
         alone: Whether f is elementwise and all tensors have one shape.
@@ -58,7 +59,7 @@ class TableProgram:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """An operator or module of a table in one variant."""
+    """A table entry for an operator or module, in one variant."""
 
     table: str
     name: str
@@ -102,7 +103,7 @@ def _table(name: str) -> Any:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Undo that PyTorch's test utilities freeze the flags of backends for the process."""
+    """Restore that the flags of backends can be set, which PyTorch's test utilities disable."""
     import torch
 
     flags: Any = torch.backends.flags_frozen  # type: ignore[attr-defined]
@@ -133,7 +134,7 @@ def _has(table: str, info: Any, variant: str) -> bool:
 def programs(
     entry: TableEntry, dtype: str = "float64", most: int = 1
 ) -> tuple[list[TableProgram], str]:
-    """Return at most `most` programs of an entry, and the reason if there is no program."""
+    """Return at most `most` programs of an entry, and a reason if the entry has no program."""
     import torch
 
     with _seeded(zlib.crc32(entry.name.encode())), warnings.catch_warnings():
@@ -150,7 +151,7 @@ class _Nothing(Exception):
 
 
 def _chosen(found: list[tuple[bool, int, TableProgram]], most: int) -> list[TableProgram]:
-    """Prefer programs with moderate numbers and a nonzero gradient, then small programs."""
+    """Select programs, first by moderate numbers and nonzero gradients, and then by size."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
     return sorted((program for _, _, program in order[:most]), key=lambda p: p.sample)
@@ -212,7 +213,7 @@ def _of_sample(
 
     def whole(tree: Any) -> Any:
         x, args, kwargs = tree
-        # the other outputs are only for the Function's own rules
+        # only the rules of the Function use the other outputs
         if entry.table == "autograd_function_db":
             out = call(x, *args, **kwargs)
             return out[0] if isinstance(out, tuple | list) else out
@@ -335,7 +336,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """Return f, its primals, whether f is random, whether its values are moderate; or None."""
+    """Return f, its primals, whether f is random, and whether its values are moderate, or None."""
     import torch
 
     from gradtools.torch import _upstream as upstream

@@ -1,4 +1,4 @@
-"""`cross_check` reports nothing for pairs of programs that agree."""
+"""`cross_check` reports no difference for pairs of programs that agree."""
 
 from __future__ import annotations
 

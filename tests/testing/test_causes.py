@@ -1,4 +1,4 @@
-"""cross_check names the cause of bugs planted in ports, in either framework."""
+"""cross_check names the cause of a bug that is planted in the PyTorch or the JAX program."""
 
 from __future__ import annotations
 

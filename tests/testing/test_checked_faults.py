@@ -1,8 +1,8 @@
-"""Planted faults that `checked` must report with operator, argument, line and cause.
+"""Wrong derivatives that `checked` must report with operator, argument, line and cause.
 
 The faults come from public programs: autograd.Functions and rules with a wrong derivative, hooks,
-data that leaves the framework, and wrong formulas of PyTorch. The first tables cover both
-frameworks, the later tables only one.
+data that leaves the framework, and wrong formulas of PyTorch. The first tables contain programs for
+both frameworks, and the later tables for only one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def torch_and_gt():
 
 
 class Rules:
-    """Wrong rules of one framework: a reverse rule, a forward rule and the rule of a kernel."""
+    """A wrong reverse rule, a wrong forward rule and a host kernel with a wrong rule."""
 
     def __init__(self, gt: Any) -> None:
         xp = gt.xp
@@ -204,7 +204,7 @@ def _module_hook(torch: Any) -> Any:
     return lambda x: net(x).square().sum()
 
 
-TORCH = {  # grouped by the culprit that the error names
+TORCH = {  # grouped by the part of the program that the error names
     "a hook (test_checked_faults.py:": lambda torch: _hooked(lambda g: 2 * g),
     "a hook": lambda torch: _hooked(lambda g: g.clamp(-0.1, 0.1)),
     "a backward hook": _module_hook,
@@ -283,7 +283,7 @@ def _lossy(forward: Any, backward: Any) -> Any:
     return made
 
 
-LOST = {  # the name of a Function or a sentence about a hook
+LOST = {  # keys are the cause in the error: the name of a Function, or a hook
     "NoGrad": _lossy(lambda torch, x: x**3, _under_no_grad),
     "Detached": _lossy(lambda torch, x: x**3, lambda torch, g, x: 3 * x.detach() ** 2 * g),
     "ByNumpy": _lossy(
@@ -303,7 +303,7 @@ def test_what_is_lost_at_second_order_is_named(name, torch_and_gt):
     _check(twice, "grad", "argument 0", "a hook" if "hook" in name else f"Function {name}")
 
 
-FORMULAS = {  # wrong formulas of PyTorch for a matrix argument
+FORMULAS = {  # functions of a matrix whose derivatives in PyTorch are wrong
     "linalg.solve, torch#192540": lambda torch, A: torch.linalg.solve(A, A @ A),
     "logdet, torch#192540": lambda torch, A: torch.logdet(A @ A.T),
     "cholesky_inverse, torch#196682": lambda torch, A: torch.cholesky_inverse(A),

@@ -1,7 +1,7 @@
-"""`checked` raises no error for healthy programs: edits, stops, kinks, random draws, low precision.
+"""`checked` raises no error for correct programs with edits, kinks or random draws.
 
-The first table covers both frameworks, the next tables one framework each; the last test runs the
-stories.
+The first table contains programs for both frameworks, and each of the next tables for one
+framework. The last test runs the stories.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ _MEANT = {
     "a straight-through estimator": lambda gt, x: gt.straight_through(gt.xp.round)(x) * x,
     "a surrogate": lambda gt, x: gt.straight_through(gt.xp.sign, gt.xp.tanh)(x) * x,
     "a target": lambda gt, x: x * 2 - gt.stop_gradient(x * 3),
-    "straight-through by a stop": lambda gt, x: (x + gt.stop_gradient(gt.xp.round(x) - x)) * x,
+    "a straight-through estimator by stop_gradient": lambda gt, x: (
+        (x + gt.stop_gradient(gt.xp.round(x) - x)) * x
+    ),
     "first-order MAML": lambda gt, x: x - gt.stop_gradient(gt.grad(square(gt, gt.xp.sin))(x)),
     "MAML": lambda gt, x: x - 0.1 * gt.grad(square(gt, gt.xp.sin))(x),
     "a rule": lambda gt, x: _rule(gt)(x),
@@ -280,7 +282,7 @@ OF_NAN = (
 
 
 def _stories() -> list[Any]:
-    """Return the stories except for the stories about NaN gradients."""
+    """Return the programs in test_jax.py, except for programs about NaN gradients."""
     if "jax" not in gradtools.available_backends():
         return []
     from tests.stories.test_jax import STORIES

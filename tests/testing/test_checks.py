@@ -1,4 +1,4 @@
-"""check_derivatives and check_rule accept correct programs and name errors in wrong ones."""
+"""check_derivatives and check_rule accept correct programs and report wrong derivatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW, SINGLE = X[0], X.astype(np.float32)
 
 
 def refused(check, *args, **kwargs):
-    """Return the report of a failing check."""
+    """Return the report in the error that a failing check raises."""
     with pytest.raises(AgreementError) as caught:
         check(*args, **kwargs)
     return caught.value.report
@@ -98,7 +98,7 @@ def test_a_kink_under_foot_takes_any_slope_between(gt):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A program with a wrong derivative, and the first failing comparison with leaf and cause."""
+    """A program with a wrong derivative, and the quantity, leaf and cause that the report names."""
 
     f: Any
     args: tuple[Any, ...]
@@ -257,7 +257,8 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_finite_differences_cannot_decide_is_said(gt, name):
     f, *args = UNDECIDED[name]
-    seed = 2 if "stop" in name else 0  # the directions of seed 0 would reveal the stopped gradient
+    # with the directions of seed 0, finite differences detect the stopped gradient
+    seed = 2 if "stop" in name else 0
     report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1, seed=seed)
     undecided = [x for x in report.left_out if "finite differences cannot decide" in x]
     assert report and undecided

@@ -1,4 +1,4 @@
-"""The command `gradtools cross-check`."""
+"""Tests of the command `gradtools cross-check`."""
 
 from __future__ import annotations
 

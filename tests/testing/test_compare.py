@@ -1,4 +1,4 @@
-"""Arguments, comparisons and side effects of `cross_check`."""
+"""Tests of the arguments, comparisons and side effects of `cross_check`."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_cross_check_touches_no_grad_and_no_random_state():
 
 
 def module_in_jax(module: torch.nn.Linear):
-    """Return the same layer in JAX as (apply, params, state)."""
+    """Convert a linear layer to a JAX function; return (apply, params, state)."""
     params = {"weight": module.weight.detach().numpy(), "bias": module.bias.detach().numpy()}
     apply = lambda p, state, x: (x @ p["weight"].T + p["bias"], state)
     return apply, {name: jnp.asarray(x) for name, x in params.items()}, {}

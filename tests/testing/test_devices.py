@@ -1,4 +1,4 @@
-"""The device of a test run is selected in one place by one name for both frameworks."""
+"""Both frameworks run tests on the device that the option --gradtools-device selects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_absent_device_is_refused_and_those_that_are_there_are_named(backend_
 
 @pytest.mark.sweep_at("jax")
 def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
-    """On PyTorch's meta device, which every machine has, an array on another device would raise."""
+    """On PyTorch's meta device, a computation with an array on another device raises an error."""
     if backend_name == "jax":
         return on_the_second_of_two_devices()
     import torch

@@ -1,4 +1,4 @@
-"""first_divergence names both lines of a planted bug and reports nothing for correct ports."""
+"""first_divergence names both lines of a planted bug, and none for correct ports."""
 
 from __future__ import annotations
 

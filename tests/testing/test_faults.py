@@ -1,9 +1,9 @@
-"""Faults injected into each call of the user's function must leave no state behind.
+"""Faults injected into each call of the user's function must not change any state.
 
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
-one of its calls. The fault must reach the user, and the process state, the arguments and their
-`.grad` must be bitwise unchanged. Afterwards the same use without a fault must return its earlier
-result, so no cache is corrupted.
+one of its calls. The user must get the fault as an error, and the process state, the arguments and
+their `.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return
+the earlier result, so no cache is corrupted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import bits, changes, everything
 
 TEXT = "planted by the test"
-MOST = 6  # functions that are called more often fail in their first calls and in the last
+MOST = 6  # if f is called more often, only its first calls and its last call fail
 
 
 class Planted(Exception):
-    """The error of the user's function, of a class that no framework handles."""
+    """The error that the user's function raises, whose class no framework handles."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: its name and the exception that it raises in each backend."""
+    """A planted fault with its name and the exception that is raised in each backend."""
 
     name: str
     make: Callable[[str], BaseException]
@@ -57,9 +57,9 @@ FAULTS = (
 
 
 def counted(gt: Any, at: int = -1, error: BaseException | None = None) -> tuple[Any, Any]:
-    """Return a `part` that raises in call number `at`, and a function that returns its calls.
+    """Return a `part` that raises in call `at`, and a function that returns the number of calls.
 
-    The counter cannot be reset, unlike closed-over state that operators restore.
+    The counter is an iterator, because operators restore other closed-over state.
     """
     calls, plain = itertools.count(), healthy(gt)
 
@@ -91,7 +91,7 @@ def here(use: Use, backend: str) -> None:
 
 
 def cause_of(error: BaseException) -> list[BaseException]:
-    """Return the error, its cause, and so on along the chain."""
+    """Return the error and all errors in its chain of causes."""
     found: list[BaseException] = []
     nexts: BaseException | None = error
     while nexts is not None and nexts not in found:
@@ -140,7 +140,7 @@ def chosen(count: int) -> list[int]:
 
 
 def outcome(use: Use, w: World) -> Any:
-    """Return the result of a use, or the exception that it raises."""
+    """Return the result of a `Use`, or the exception that the `Use` raises."""
     try:
         return use.run(w)
     except BaseException as error:  # the planted faults include KeyboardInterrupt
@@ -148,9 +148,9 @@ def outcome(use: Use, w: World) -> Any:
 
 
 def reaches(found: Any, planted: BaseException) -> bool:
-    """Return whether the fault reaches the user as the same error or as text in another error.
+    """Return whether the user gets the fault as the same error or as text in another error.
 
-    `measure` reports it in a note about the missing derivative.
+    `measure` reports the fault in a note about the missing derivative.
     """
     if isinstance(planted, KeyboardInterrupt):
         return isinstance(found, KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""Unusual arrays in every operator: special values affect only their entry, and views work.
+"""Every operator supports arrays with NaN, infinite or large entries, and views of arrays.
 
 Values: one entry is NaN, infinite, very large or very small, and all other entries of the result
 must be bitwise unchanged. Layouts: a view must have the same result as its copy, and the memory
@@ -82,7 +82,7 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 
 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
-    """Operators that split a batch raise an error for an empty batch.
+    """Operators that split a batch must raise an error if the batch is empty.
 
     vmap and all_gather are the framework's own functions, and `chunked` returns an empty array.
     """

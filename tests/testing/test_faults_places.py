@@ -12,7 +12,7 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import changes, everything
 from tests.testing.test_faults import here
 
-THREADS = {"torch": 8, "jax": 3}  # JAX compiles in each call, so it gets fewer threads
+THREADS = {"torch": 8, "jax": 3}  # fewer threads for JAX, because each call compiles a program
 LONG = (
     "frozen",
     "frozen: second order",
@@ -43,7 +43,7 @@ def test_many_threads_at_once_each_get_what_they_would_alone(use: Use, gt, backe
 
 
 def assert_near(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    """Compare up to the last bits, because PyTorch's kernels round differently by alignment."""
+    """Compare up to rounding, because the rounding of PyTorch's kernels depends on alignment."""
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         if a.dtype.kind in "US":

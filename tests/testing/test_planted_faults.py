@@ -1,4 +1,4 @@
-"""`cross_check` finds and names each planted fault."""
+"""`cross_check` reports the quantity and the cause of each planted fault."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ CASES = []
 def fault(quantity: str, cause: str, torch: Any, jax: Any, *args: Any, says: str = "") -> None:
     """Register two programs that disagree at some arrays, by default at `X`.
 
-    quantity: The first quantity that differs. cause: The expected cause. says: A part of the text.
+    quantity: The first quantity that differs. cause: The expected cause. says: A part of the
+    expected report.
     """
     programs = {"torch": torch, "jax": jax, "args": args or (X,)}
     CASES.append(pytest.param(quantity, cause, programs, says, id=f"{quantity}: {cause[:40]}"))
 
 
 def torch_rule(forward: Callable, backward: Callable, jvp: Callable | None = None) -> Callable:
-    """Return a PyTorch function of several arrays with the given derivative."""
+    """Return a PyTorch function whose value, backward and jvp are the given functions."""
 
     class Ruled(torch.autograd.Function):
         @staticmethod

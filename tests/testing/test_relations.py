@@ -1,4 +1,4 @@
-"""Each relation in the table is detected between suitable arrays, in both directions."""
+"""Each relation in the table is found between two arrays, in both orders of the arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def masked(mask):
     return np.where(mask, np.where(MASK, MASKED, 0.3), -1e9)
 
 
-RELATIONS = {  # by name: the second array and the first
+RELATIONS = {  # by the expected text: the second array and the first array
     "constant factor 0.5, a missing factor 1/2, or a term counted twice": (2 * V, V),
     "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),
@@ -66,7 +66,7 @@ def test_other_arrays_have_no_relation():
     assert relation(np.array([1.0, np.nan]), np.array([2.0, 3.0])) == (
         "constant factor 0.5, a missing factor 1/2, or a term counted twice"
     )
-    # any two constant arrays have a constant factor
+    # two constant arrays always differ by a constant factor
     assert related(np.ones(3), np.full(3, 1.37)) is None
     assert related(MASK, np.tril(MASK, -2)) is related(MASK | True, MASK & False) is None
     assert related(V, np.zeros(6), order=1).name == "stopped gradient in jax"

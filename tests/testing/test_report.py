@@ -1,4 +1,4 @@
-"""Records of comparisons, reports, tolerances, and the imports of the package."""
+"""Tests of comparisons, reports and tolerances, and of the imports of gradtools.testing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Healthy losses of PyTorch modules, for which why_zero reports nothing, and planted bugs.
+"""Losses of PyTorch modules for which why_zero reports nothing, and losses with planted bugs.
 
-A healthy function returns a closure that computes the loss, and the model. A planted bug is a term
-of a loss of the logits with the expected kinds of findings and a flag that is True if the whole
-gradient is lost.
+A healthy function returns a closure that computes the loss, and the model. An entry for a planted
+bug contains a loss term of the logits, the expected kinds of findings, and a flag that is True if
+the whole gradient is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causes of a lost gradient in PyTorch, each with its kind and line, and healthy functions."""
+"""PyTorch functions that lose gradients, with kind and line of the loss, and healthy functions."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class _Marked(torch.autograd.Function):
 
 
 class _SinhRight(torch.autograd.Function):
-    """The same function with the intermediates of backward saved as outputs."""
+    """A correct Function for sinh, which returns the intermediates of backward as outputs."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Programs that stress recomputation in PyTorch, as data.
+"""Programs that test recomputation in PyTorch under difficult conditions.
 
 `chunked`, `frozen` and `checkpoint` recompute a part of a program. Each program must return the
 same values and leave the same state as its plain version (a loop over chunks, double backward, or f
@@ -38,13 +38,13 @@ PROGRAMS = Table()
 
 
 def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
-    """Register a program for these operators; the decorated function makes its world."""
+    """Register a program for these operators; the decorated function returns the `World`."""
     return PROGRAMS.add(name, expect, kinds=kinds)
 
 
 @dataclass
 class Run:
-    """One run of a program's step with an operator of gradtools or with its plain version."""
+    """One run of a step with an operator of gradtools or with the operator's plain version."""
 
     kind: str
     plain: bool
@@ -52,7 +52,7 @@ class Run:
     verify: Any = "first"
 
     def __call__(self, f: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
-        """Return f with the operator applied, or the plain version of it."""
+        """Apply the operator, or the plain version of the operator, to f."""
         if self.kind != CHUNKED:
             operator = gt.frozen if self.kind == FROZEN else gt.checkpoint
             return f if self.plain else operator(f)
@@ -74,12 +74,12 @@ class Run:
 
 @dataclass
 class World:
-    """The step of a program and its state.
+    """The step of a program and a function that reads its state.
 
     Attributes:
-        step: Runs the operator and returns the compared values by name.
+        step: Runs the operator and returns a dict of values, which are compared.
         state: Returns the state after the step, which is compared bitwise.
-        tolerance: The tolerance of values, relative to the largest value.
+        tolerance: The tolerance for values, relative to the largest absolute value.
     """
 
     step: Callable[[Run], dict[str, Any]]
@@ -102,7 +102,7 @@ def weight(rows: int = 3, width: int = 3) -> torch.Tensor:
 
 
 def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
-    """Return a loss of all outputs with a different factor for each entry."""
+    """Return a scalar loss that depends on each entry of all outputs with a different factor."""
     total = torch.zeros((), dtype=D)
     for y in tree_leaves(out):
         if isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()):
@@ -132,12 +132,12 @@ def simple(
     tracked: bool = True,
     tolerance: float = 1e-9,
 ) -> World:
-    """One forward pass, then one backward pass.
+    """Return a world whose step is one forward pass and one backward pass of f.
 
-    f: A function of a batch and shared arguments. module, leaves: The parameters that are
-    differentiated besides the batch. between: Runs between the forward pass and the backward pass.
-    around: A context manager around the forward pass and the loss. tracked: Whether the batch is
-    differentiated.
+    f: A function of a batch and shared arguments. module, leaves: The parameters with respect to
+    which the loss is also differentiated. between: A function that runs between the forward pass
+    and the backward pass. around: A context manager around the forward pass and the loss. tracked:
+    Whether the loss is differentiated with respect to the batch.
     """
     x = batch() if x is None else x
     keywords, leaves = keywords or {}, list(leaves)
@@ -161,7 +161,7 @@ def simple(
         y = torch.tensor(1.3, dtype=D, requires_grad=True)
         with around():
             G = run(f)
-            # computes all values G(z) before any pullback
+            # compute all values G(z) before the first pullback runs
             inner = [score(G(z, *shared, **keywords), y) for z in zs]
         between()
         slopes = [
@@ -277,7 +277,7 @@ of_weight(
 
 
 class Keeps(nn.Module):
-    """A module that stores an attached mean and adds it to the output of the next call."""
+    """A module that adds a stored mean, which has a graph, to the output of the next call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,9 +321,9 @@ program("f's result depends on the clock", REPLAYED, REFUSED)(
 
 
 class Counting(nn.Module):
-    """A module with state in its parts.
+    """A module whose parts store state, which changes in each call.
 
-    tick: Changes the state and returns a factor.
+    tick: A function that changes the state and returns a factor.
     """
 
     def __init__(self, tick: Callable[[Any], Any], **parts: Any) -> None:
@@ -351,7 +351,7 @@ of_net("a module counts in a buffer that is replaced", lambda: Counting(_replace
 
 
 class Scheduled(nn.Module):
-    """A gradient reversal whose scale is counted in a buffer."""
+    """A gradient reversal whose scale depends on a step counter in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -527,7 +527,7 @@ def _() -> World:
 
 
 def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
-    """Return a program whose f depends on an iterator, which cannot be restored."""
+    """Return a program in which f reads an iterator, whose state gradtools cannot restore."""
 
     def make() -> World:
         w, other, left = weight(), weight(), iter([*turns, *[turns[-1]] * 30])
@@ -547,7 +547,7 @@ program("a recomputed chunk has the same values but no path to a weight", TRAINE
 
 
 class Codebook(nn.Module):
-    """A codebook of averages that resamples unused codes."""
+    """A codebook that resamples codes whose moving average of uses is small."""
 
     def __init__(self) -> None:
         super().__init__()

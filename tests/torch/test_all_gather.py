@@ -1,4 +1,4 @@
-"""`all_gather` in one process; test_distributed.py tests several processes."""
+"""Tests of `all_gather` in one process; test_distributed.py tests several processes."""
 
 from __future__ import annotations
 

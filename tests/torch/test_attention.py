@@ -1,4 +1,4 @@
-"""Attention in every operator, through every public function of PyTorch that computes it.
+"""Every operator on every public function of PyTorch that computes attention.
 
 The reference is softmax(q k^T / sqrt(d) + mask) v written out in double precision.
 """
@@ -62,7 +62,7 @@ def _of_gradient(taken):
 
 
 def _along(f):
-    """Return f as a function of three factors that scale its arguments."""
+    """Return a function of three factors that calls f with its arguments scaled by the factors."""
     return lambda s: f(*[s[i] * x for i, x in enumerate(X)])
 
 
@@ -163,7 +163,7 @@ def test_dropout_draws_once():
 
 
 def test_one_gradient_is_the_kernels_own():
-    """Neither the kernel nor a differentiable gradient saves the matrix of scores."""
+    """The forward pass and a differentiable gradient must not save the matrix of scores."""
     length = 64
     q, k, v = (randn(1, 1, length, 2, seed=n) for n in range(3))
     weight = torch.ones((), dtype=KIND, requires_grad=True)

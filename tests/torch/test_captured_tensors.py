@@ -1,8 +1,8 @@
-"""Tensors that f captures, in operators that recompute f: inputs of the node, or an error.
+"""In operators that recompute f, tensors that f captures become inputs or raise an error.
 
-In eager code leaf tensors are found in the graph of f. A captured result of other operations, and
-every captured tensor inside of torch.func, becomes an input of f's node, and the recomputation of f
-reads this input.
+In eager code, gradtools finds captured leaf tensors in the graph of f. A captured result of other
+operations, and every captured tensor inside of torch.func, becomes an input of f's node, and the
+recomputation of f reads this input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is not recomputed")
 
 
 class Square(torch.autograd.Function):
-    """x w^2 as an autograd.Function."""
+    """A Function that computes x w^2."""
 
     generate_vmap_rule = True
 
@@ -75,7 +75,7 @@ WAYS = {"a leaf": lambda q: q, "a result": torch.exp}
 
 
 def gradients(operator, body, captured, x, q):
-    """Return first and second derivatives along captured tensors, by autograd and torch.func."""
+    """Return first and second derivatives for captured tensors by autograd and by torch.func."""
 
     def loss(q):
         w = captured(q)

@@ -109,7 +109,7 @@ def test_chunked_in_chunked_with_dropout_and_state():
 
 
 class Raising(torch.autograd.Function):
-    """A Function that raises in the backward pass of one call."""
+    """A Function that raises an error in the backward pass of call number `at`."""
 
     calls = itertools.count()
     at = -1
@@ -178,7 +178,7 @@ def stateful(norm=nn.BatchNorm1d):
 
 
 class PlainBatchNorm(nn.BatchNorm1d):
-    """Batch norm by plain operations, whose third derivatives are right in PyTorch."""
+    """Batch norm, computed by plain operations, whose third derivatives are right in PyTorch."""
 
     def forward(self, x):
         mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -190,7 +190,7 @@ class PlainBatchNorm(nn.BatchNorm1d):
 
 
 def first_to_third(call, model, x, order):
-    """Return the gradients of orders 1 to `order` for all parameters and the batch."""
+    """Return derivatives of orders 1 to `order` with respect to all parameters and the batch."""
     leaves = [*model.parameters(), x]
     found, value = [], contrast(call(x)) * 0.1
     for k in range(order):
@@ -273,7 +273,7 @@ def test_captured_tensors_of_a_transform_are_inputs(name, transform, monkeypatch
 
 @pytest.mark.parametrize("name", [n for n in CAPTURES if n != "iterator's"])
 def test_captured_tensors_with_a_graph_have_their_gradient(name, monkeypatch):
-    """Captured tensors in closures become inputs; for others f's graph is kept with a warning."""
+    """Tensors in closures become inputs. For other captured tensors, f's graph is saved."""
 
     def loss(chunked):
         h = (W * 2).sin()
@@ -330,7 +330,7 @@ def test_jacobians_through_dropout_have_one_mask():
     expected = torch.autograd.functional.hessian(lambda w: (looped(w) ** 2).sum(), w)
     torch.manual_seed(1)
     assert same(gt.hessian(lambda w: (ours(w) ** 2).sum())(w), expected, 1e-12)
-    # Many cotangents at once, also for captured parameters, with batch norm in the recomputation.
+    # Pull back many cotangents at once, also to captured parameters, through batch norm.
     model.append(nn.BatchNorm1d(2, dtype=torch.float64))
     vectors, parameters = numbers(5, 11, 2), list(model.parameters())
     found = []

@@ -1,6 +1,6 @@
 """Pitfalls of chunked gradients in PyTorch, compared with the plain loop over chunks.
 
-`tests/torch/replay_programs.py` has the programs with state and random numbers.
+`tests/torch/replay_programs.py` contains programs with state and random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ X = torch.linspace(-1.0, 9.0, 33, dtype=torch.float64).sin().reshape(11, 3)
 
 
 def contrast(y):
-    """A loss that couples all rows of the batch."""
+    """Return a loss that couples all rows of the batch."""
     y = y.reshape(len(y), -1)
     return torch.logsumexp(y @ y.T, 1).sum() - (y * y.roll(1, 0)).sum()
 
@@ -54,7 +54,7 @@ def linear():
 
 
 class Counter(nn.Module):
-    """A module whose output depends on the number of its calls, counted in a buffer."""
+    """A module that counts its calls in a buffer and whose output depends on the count."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_interleaved_chunks_come_out_in_the_order_of_the_batch(size):
 
 
 def test_a_last_chunk_of_one_image_keeps_the_layout_of_its_channels():
-    """view_as changes the strides of axes of length 1, from which PyTorch selects the kernel."""
+    """view_as changes strides of axes of length 1, and PyTorch selects kernels by the strides."""
     x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     pool = torch.nn.AdaptiveAvgPool2d(1)

@@ -1,4 +1,4 @@
-"""Overhead of gradtools in PyTorch, in counted operations and saved bytes."""
+"""The overhead of gradtools in PyTorch in numbers of operations and saved bytes."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_frozen_layers_of_a_player_cost_no_gradient_work():
     forward = 2 * 8 * (6 * 32 + 32 * 32 + 32)
     assert flops(step) > 2.5 * forward
     net[:4].requires_grad_(False)
-    # only the weight of the last layer; nothing before it is differentiated
+    # the backward pass computes only the gradient of the weight of the last layer
     assert flops(step) == forward + 2 * 8 * 32

@@ -37,7 +37,7 @@ def step(net, x, **options):
 
 
 def two_passes(net, x):
-    """The handwritten method: forward without a graph, then each chunk again with its cotangent."""
+    """Run the forward pass without a graph, then each chunk again with its cotangent, by hand."""
     for p in net.parameters():
         p.grad = None
     chunks = x.split(CHUNK)
@@ -54,7 +54,7 @@ def test_the_flops_are_four_forwards():
     with torch.no_grad():
         forward = flops(lambda: net(x))
     of_loss = flops(lambda: loss(torch.zeros(len(x), 16, requires_grad=True)).backward())
-    # x requires no gradient, so the first layer computes no input gradient
+    # x does not require grad, so the first layer computes no input gradient
     first = flops(lambda: net[0](x[:CHUNK]))
     expected = 4 * forward + of_loss - 8 * first
     assert flops(lambda: step(net, x)) == expected
@@ -141,6 +141,6 @@ def test_two_towers_hold_one_set_of_gradients_each():
         loss(encode(x) @ encode(2 * x).T).backward()
 
     run()
-    # with a separate set of gradients for each chunk the peak is above 3
+    # with separate gradients for each chunk, the peak is above 3 * size
     assert peak_bytes(run)[0] < 2.6 * size
     assert {p._backward_hooks for p in net.parameters()} == {None}

@@ -52,7 +52,7 @@ def loss_of(y, g):
 
 
 def by_use(G, count, y, zs):
-    """Compute the gradient of each use of G before the next use."""
+    """Compute the gradient with respect to each z before the next call of G."""
     total = sum(gradient(loss_of, y, zs[i], G).pow(2).sum() for i in range(count))
     return torch.autograd.grad(total, y)[0]
 
@@ -86,7 +86,7 @@ FORWARD = 2 * ROWS * WIDTH * WIDTH * DEPTH * COUNT
 )
 def test_forward_passes_that_a_second_derivative_costs(run, make, passes):
     G = make(network(DEPTH))
-    # the graph of the last use still exists
+    # the graph of the last call still exists
     spare = 1 if run is all_forwards_first and passes == 5 else 0
     expected = passes * FORWARD - spare * FORWARD // COUNT
     assert flops(lambda: run(G, COUNT, *inputs(COUNT))) == expected
@@ -107,7 +107,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
         torch.autograd.grad(g.pow(2).sum(), wanted)
 
     assert flops(lambda: second([y])) == 4 * once
-    # Double backward needs four passes; its graph also serves the pullback through G's value.
+    # Double backward needs four passes. The pullback through the value of G uses the same graph.
     assert flops(lambda: second([y, zs[0]])) == 7 * once
     fixed = zs[0].detach().requires_grad_()
     alone = lambda: torch.autograd.grad(G(fixed).sum(), fixed)
@@ -118,7 +118,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
 
 
 def held(G, count):
-    """Return the live bytes between the first and the second derivatives, and the peak."""
+    """Return the live bytes after the first derivatives, and the peak of live bytes."""
     y, zs = inputs(count)
     with LiveBytes() as live:
         gs = [gradient(loss_of, y, z, G) for z in zs]
@@ -136,8 +136,8 @@ ONE = ROWS * WIDTH * 4  # bytes of a tensor of the shape of z
 
 
 def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
-    """Each further z keeps only G(z), which f's graph saves, and the gradient itself."""
-    # for a network without layers the value is z, and the gradient is part of f's graph
+    """For each additional z, only G(z), which the graph of f saves, and the gradient are saved."""
+    # if a network has no layers, G(z) is z, and the gradient is part of the graph of f
     own = per_use(network(0), 0)
     assert per_use(gt.frozen(network(24)), 0) - own == 2 * ONE
 
@@ -159,7 +159,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")
 def test_what_a_use_costs_besides_its_work_is_held():
-    """Python overhead dominates small networks: a constant per use and little per layer."""
+    """Python overhead, which dominates small networks, is limited per call and per layer."""
 
     def use(depth):
         G, z = gt.frozen(network(depth)), torch.randn(ROWS, WIDTH, requires_grad=True)

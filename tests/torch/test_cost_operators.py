@@ -1,4 +1,4 @@
-"""Every public operator costs as much as handwritten code, in the cases of the benchmark.
+"""Every public operator costs as much as handwritten code in the programs of the benchmark.
 
 These costs are counts, so they are equal on every machine; `make bench` also measures seconds.
 """
@@ -20,13 +20,12 @@ from tests.support.costs import cost
 
 CASES = cost_torch.cases(64, 64)
 MORE = {
-    # `frozen` runs G once more and keeps no graph of a use.
+    # `frozen` evaluates G once more and saves no graph of G.
     "frozen": (1.19, 1.75),
     "hvp, forward over reverse": (1.01, 1.26),
-    # The outputs exist next to the chunks from which they are concatenated, with a copy of the
-    # state.
+    # The peak includes the outputs, the chunks that are concatenated, and a copy of the state.
     "chunked": (1.01, 1.5),
-    # The graph of the first pass shows which leaves f reaches, before the graph is freed.
+    # The graph of the first pass is searched for the leaves of f before the graph is freed.
     "checkpoint": (1.01, 2.0),
 }
 
@@ -35,7 +34,7 @@ def test_every_public_operator_has_a_case():
     assert without_case(gt, CASES) == set()
 
 
-# The memory of forward mode in this case depends on earlier runs in the process.
+# The memory that forward mode uses in this program depends on earlier runs in the process.
 IN_A_PROCESS_OF_ITS_OWN = "hvp, forward over reverse"
 _MEASURED = """
 import gradtools.torch as gt

@@ -15,7 +15,7 @@ from tests.support.torch_counts import operations
 
 
 def saved(run, but=()):
-    """Return the bytes of the storages saved for backward, except for the storages of `but`."""
+    """Return the bytes of all storages saved for backward, except the storages of `but`."""
     held = {}
 
     def pack(x):
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 class SinhFunction(torch.autograd.Function):
-    """A Function with correct second derivatives, whose saved intermediates are outputs, too."""
+    """A Function with correct second derivatives, because saved intermediates are also outputs."""
 
     @staticmethod
     def forward(x):
@@ -134,7 +134,7 @@ def arguments(name):
 
 
 def counted(count, f, xs):
-    """Return the counts of the value, the gradient and the second derivative."""
+    """Return the numbers of operations of the value, the gradient and the second derivative."""
     y = f(*xs)
     ct = torch.ones_like(y)
     first = torch.autograd.grad(y, xs, ct, create_graph=True)
@@ -161,8 +161,8 @@ def test_saved_intermediates_are_shared_at_first_order_and_made_once_more_at_sec
     xs = arguments("sinh")
     ours = counted(operations, own("sinh", given), xs)
     by_hand = counted(operations, RULES["sinh"].by_hand, xs)
-    # The comparison checks whether fwd drew random numbers, which a second run would have to
-    # repeat.
+    # `equal` checks whether fwd drew random numbers, because a second run must draw the same
+    # numbers.
     ours["forward"] = [name for name in ours["forward"] if name != "aten.equal.default"]
     assert ours["forward"] == by_hand["forward"] and ours["backward"] == by_hand["backward"]
     assert by_hand["second"].count("aten.exp.default") == 0
@@ -199,7 +199,7 @@ def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
 @pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])
 @pytest.mark.parametrize("name", RULES)
 def test_what_a_rule_keeps_dies_with_its_output(name, given):
-    """Without reference cycles no tensor waits for the garbage collector."""
+    """Residuals are freed without the garbage collector, so there are no reference cycles."""
     f = own(name, given)
     kept = []
 

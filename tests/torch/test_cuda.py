@@ -2,7 +2,7 @@
 
     python -m pytest tests/torch/test_cuda.py -rs
 
-test_other_device.py has the tests on a simulated device, which need no GPU.
+test_other_device.py contains tests on a simulated device, which need no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Eager calls of a custom rule on the fast path: their results and their number of Python calls.
+"""Results and numbers of Python calls of eager custom rules on the fast path.
 
-The first calls of a rule take the slow path, so each test first calls the rule several times.
+The first calls of a rule use the slow path, so each test first calls the rule several times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pushed(f, x, dx):
 
 
 def called(f):
-    """Call the rule twice in each way that the tests use, so that later calls are fast."""
+    """Call the rule twice in each mode of the tests, so that later calls use the fast path."""
     x = numbers(requires_grad=True)
     for _ in range(2):
         torch.autograd.grad(f(x).sum(), x)
@@ -112,8 +112,8 @@ def tangent(f, x):
     return lambda: pushed(f, x, x)
 
 
-# The maximum of calls by quantity and kind of rule; a plain Function takes two calls and one in
-# backward.
+# The maximum number of Python calls for each quantity and kind of rule. A plain Function makes two
+# calls, and one in the backward pass.
 
 TAKES = {
     value: {"vjp": 3, "jvp": 3, "both": 3},

@@ -1,7 +1,7 @@
 """Chunked functions and `all_gather` in several processes, compared with one process.
 
-Each group of processes is started only once. Every check runs in all of these processes, and the
-test compares their results. A process that hangs is terminated and fails the test.
+Each group of processes is started only once. Every check runs in all processes of a group, and the
+test compares the results. A process that hangs is terminated and fails the test.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def encoder(*more):
 
 
 def contrast(mine, everything, first=0):
-    """The mean over the process's own rows of a loss that couples all rows."""
+    """Return the mean, over the rows of this process, of a loss that couples all rows."""
     labels = torch.arange(first, first + len(mine))
     return torch.nn.functional.cross_entropy(mine @ everything.sin().T, labels)
 
 
 class Step(nn.Module):
-    """A model with its loss as one module for DistributedDataParallel."""
+    """A module for DistributedDataParallel that contains a model and computes its loss."""
 
     def __init__(self, encoder, encode, loss):
         super().__init__()
@@ -64,7 +64,7 @@ class Step(nn.Module):
 
 
 def counted(model, **options):
-    """Return the model in DistributedDataParallel and a list of its reductions."""
+    """Return the model in DistributedDataParallel, and a list that records its reductions."""
     ddp, seen = DistributedDataParallel(model, **options), []
 
     def hook(state, bucket):
@@ -100,7 +100,7 @@ def one_process(world):
 
 
 def through_ddp(rank, world, loss, **options):
-    """The chunk size differs by process, so that the processes have different numbers of chunks."""
+    """Run DDP with a chunk size that depends on the rank, so that numbers of chunks differ."""
     encode = lambda f, x: gt.chunked(f, 1 + rank, **options)(x)
     model, seen = counted(Step(encoder(), encode, loss(rank, world)))
     model(batch(world)[rank * ROWS : (rank + 1) * ROWS]).backward()
@@ -119,7 +119,7 @@ def own(rank, world):
 
 @check
 def usual_gather(rank, world):
-    """The usual method: rows of other processes are constants in each process's own loss."""
+    """Compute the loss with the usual method, in which rows of other processes are constants."""
     model = encoder()
     y = model(batch(world)[rank * ROWS : (rank + 1) * ROWS])
     parts = [torch.empty_like(y) for _ in range(world)]
@@ -135,7 +135,7 @@ def usual_gather(rank, world):
 
 @check
 def looped(rank, world):
-    """Dropout, batch norm and accumulation without reductions, compared with the plain loop."""
+    """Compare chunks with dropout and batch norm, without reductions, with the plain loop."""
     found = []
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
@@ -161,7 +161,7 @@ def looped(rank, world):
 
 @check
 def orders_of_gather(rank, world):
-    """First and second derivatives and forward mode of a loss of all processes."""
+    """Compute first and second derivatives and tangents of a loss that depends on all processes."""
     x = batch(world)
     mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
     loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()
@@ -180,7 +180,7 @@ def orders_of_gather(rank, world):
 
 @check
 def transforms_of_gather(rank, world):
-    """Transforms of PyTorch and operators of gradtools, for functions that call all_gather."""
+    """Apply transforms of PyTorch and operators of gradtools to functions that call all_gather."""
     x = batch(world)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     mine = x[rows]
@@ -201,8 +201,8 @@ def transforms_of_gather(rank, world):
     ]
     return found, [
         slope,
-        # The sum of squared gradients is summed over the processes as well, because each computes
-        # it.
+        # Each process computes the sum of squared gradients, so the derivative is summed over
+        # processes.
         world * 6 * mine * 2 * slope,
         3 * x**2 * x.sin(),
         twice**3,
@@ -247,7 +247,7 @@ def in_order(grads):
 
 @check
 def token_means(rank, world):
-    """Token means by GradientAccumulator, by microbatches and with DDP's no_sync."""
+    """Compute token means by GradientAccumulator, by microbatches and with DDP's no_sync."""
     from torch.distributed.device_mesh import init_device_mesh
 
     x, tokens, steps = parts(rank, world)
@@ -271,7 +271,7 @@ def token_means(rank, world):
 
 @check
 def token_means_of_fsdp(rank, world):
-    """Each rank's loss is its share of the step's tokens; the weight is the tokens of all ranks."""
+    """The loss of a rank is a sum over its tokens divided by the number of tokens of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""The PyTorch engine leaves no state behind and works with functions of every kind."""
+"""The PyTorch engine does not change global state and supports functions of every kind."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ SECOND = {
     [(k, d) for k in NORMS for d in SECOND if (k, d) != ("instance", "forward")],
 )
 def test_running_statistics_are_updated_as_in_one_call(kind, derivative):
-    """Batch norm inside of gradtools' own vmap uses plain operations and also updates them once."""
+    """Batch norm inside of gradtools' own vmap must update the running statistics once."""
     norm, shape = NORMS[kind]
     ours, plain = copy.deepcopy(norm).to(F64), copy.deepcopy(norm).to(F64)
     x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -214,7 +214,7 @@ def test_a_pullback_called_without_grad_mode_is_detached():
 
 
 def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mode():
-    """Without grad mode the backward of slogdet takes a shortcut that drops the tangent."""
+    """Without grad mode, the backward formula of slogdet drops the tangent."""
     torch.manual_seed(0)
     a, v = torch.randn(2, 3, 3, dtype=F64)
     f = lambda a: torch.linalg.slogdet(a @ a.T + 3 * torch.eye(3, dtype=F64))[1]
@@ -326,7 +326,7 @@ def test_a_mixed_partial_trains_the_parameters_of_G():
 
 
 class _Detached(torch.autograd.Function):
-    """x^2 with a backward pass that records no graph."""
+    """A Function for x^2 whose backward pass records no graph."""
 
     @staticmethod
     def forward(ctx, x):
@@ -339,7 +339,7 @@ class _Detached(torch.autograd.Function):
 
 
 def test_a_pullback_without_a_graph_is_not_transposed():
-    """The pushforward is the transpose of the pullback and would silently be zero."""
+    """If the pullback records no graph, its transpose would be zero, so an error is raised."""
     x = torch.tensor([1.0, 2.0])
     for f in (
         lambda x: torch.cond(x.sum() > 0, lambda x: x**3, lambda x: x**2, (x,)),

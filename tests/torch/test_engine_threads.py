@@ -1,4 +1,4 @@
-"""Every engine next to a thread in forward mode, and with interrupts at every call."""
+"""Every engine is correct while another thread is in forward mode, and after interrupts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_beside_a_thread_that_stays_in_forward_mode(name):
-    """PyTorch has only one dual level, so the tangent is computed by transposing the pullback."""
+    """PyTorch has only one dual level, so gradtools computes the tangent from the pullback."""
     expected = WAYS[name](X).detach()
     entered, done = threading.Event(), threading.Event()
 
@@ -76,8 +76,8 @@ def test_beside_a_thread_that_stays_in_forward_mode(name):
 def interrupted(name, count):
     """Raise KeyboardInterrupt at call number `count` of gradtools; return whether it was raised.
 
-    Python handles signals at the start of calls. `__enter__` and `__exit__` are excluded: like
-    PyTorch's own context managers they do not survive an interrupt.
+    Python handles signals at the start of calls. `__enter__` and `__exit__` are excluded, because
+    context managers, also in PyTorch, do not restore their state after an interrupt.
     """
     left = count
 
@@ -109,7 +109,7 @@ def test_an_interrupt_at_any_call_leaves_no_mode(name):
     before, count = everything(), 1
     while interrupted(name, count):
         assert not changes(before, everything()), count
-        with dual_level():  # the dual level is free
+        with dual_level():  # no dual level is active
             pass
         count += 1
     assert count > 20

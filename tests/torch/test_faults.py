@@ -1,4 +1,4 @@
-"""Faults in PyTorch only: unusual tensors, hooks that raise, modes around calls, meta device."""
+"""Faults for PyTorch only: unusual tensors, hooks that raise, modes, and the meta device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMPLEX = {
 
 
 class Named(torch.Tensor):
-    """A tensor subclass without behavior of its own."""
+    """A tensor subclass that overrides nothing."""
 
 
 def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """Return the same values in newly allocated memory."""
+    """Return a copy of the tensor in newly allocated memory."""
     return torch.tensor(x.detach().resolve_conj().resolve_neg().cpu().numpy().copy())
 
 
@@ -60,7 +60,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         if a.dtype.kind in "US":
             assert a.tolist() == b.tolist()
         else:
-            # other strides select other kernels, which round differently
+            # with other strides, PyTorch uses other kernels, whose rounding differs
             np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)
 
 
@@ -85,7 +85,7 @@ def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
             assert_same(found, expected)
 
 
-# PyTorch itself raises these errors, for a captured inference tensor or a dual number's primal.
+# Errors that PyTorch itself raises for a captured inference tensor or the primal of a dual tensor.
 REFUSED = {
     (
         "microbatched_value_and_grad",
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 class Flag:
-    """A context manager that sets a flag."""
+    """A context manager that sets a flag of the process and restores it."""
 
     def __init__(self, get: Any, put: Any) -> None:
         self.get, self.put = get, put
@@ -125,7 +125,7 @@ AROUND = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "the default dtype": lambda: Flag(lambda: torch.float32, set_double),
     "one thread in autograd": lambda: torch.autograd.set_multithreading_enabled(False),
-    # exists on every machine; its tensors store no numbers
+    # a device that exists on every machine and whose tensors store no values
     ELSEWHERE: lambda: torch.device("meta"),
 }
 
@@ -152,7 +152,7 @@ def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):
                 assert_same(found, expected)
 
 
-# PyTorch itself raises these errors for captured tensors made in inference mode.
+# Errors that PyTorch itself raises for captured tensors created in inference mode.
 INSIDE = {
     (
         "microbatched_value_and_grad",
@@ -163,7 +163,7 @@ INSIDE = {
 
 
 def test_a_backward_pass_inside_inference_mode_computes_its_chunks_again_with_a_graph():
-    """Recomputation in inference mode used to return zeros silently."""
+    """In inference mode, recomputation used to return zeros without an error."""
     x = P.clone().requires_grad_()
     f = lambda x: torch.sin(x) + x * x
     for again in (gt.chunked(f, 2), gt.chunked(f, 2), gt.frozen(f)):

@@ -27,7 +27,7 @@ def loss(y, g):
 
 
 def second(G, zs, y, order="use by use", along=False):
-    """Return the derivative along y of a function of all df/dz_i, and all df/dz_i."""
+    """Return the derivative of a function of all df/dz_i with respect to y, and all df/dz_i."""
     if along:
         zs = [(z * y.mean()).sin() for z in zs]
     if order == "use by use":
@@ -226,7 +226,7 @@ def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operato
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("along", [False, True])
 def test_an_argument_may_be_expanded(tracked, along):
-    """The entries of z share memory, and PyTorch gives its tangent the same strides."""
+    """The entries of z share memory, and the tangent of z has the same strides."""
     base, y = torch.linspace(-1, 1, 4, dtype=D, requires_grad=True), torch.ones(3, dtype=D)
     model, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(D), y.requires_grad_()
     model.requires_grad_(tracked)

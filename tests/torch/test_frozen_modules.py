@@ -39,13 +39,13 @@ def slope(inner, G, y, z):
 
 @pytest.mark.parametrize("inner", ["gt.grad", "autograd.grad"])
 def test_a_second_derivative_that_may_be_differentiated_costs_four_forward_passes(inner):
-    """gt.grad's result has a graph if y or z requires grad; third derivatives use another path."""
+    """The result of gt.grad has a graph if y or z requires grad, so third derivatives exist."""
     torch.manual_seed(1)
     net = network(DEPTH)
     G, z = gt.frozen(net), torch.randn(ROWS, WIDTH, requires_grad=True)
     y = torch.randn(WIDTH, requires_grad=True)
     run = lambda: gt.grad(lambda y: slope(inner, G, y, z))(y)
-    run()  # the first call includes a verification
+    run()  # the first call also verifies the gradient
     assert flops(run) == 4 * 2 * ROWS * WIDTH * WIDTH * DEPTH
     third, expected = (
         torch.autograd.grad(gt.grad(lambda y: slope(inner, f, y, z))(y).sin().sum(), [y, z])

@@ -1,4 +1,4 @@
-"""Derivatives under no_grad, in inference_mode or in a backward pass equal the plain ones."""
+"""Derivatives under no_grad, in inference_mode or in a backward pass equal plain derivatives."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 class Asking(torch.autograd.Function):
-    """A Function that runs a program in its backward pass."""
+    """A Function whose backward pass computes a derivative by a given program."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, program: Any, results: list[Any]) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad(
 
 @pytest.mark.parametrize("depth", [3, 30])
 def test_inside_of_hooks_a_pushforward_without_a_graph_saves_nothing_of_the_network(depth):
-    """The hooks, which drop tangents, process no values of G and of the gradient inside of G."""
+    """The hooks drop tangents, so they must not process values of G or of the gradient in G."""
     saved: list[int] = []
     f = lambda y, g: (y * g).sin().sum()
 

@@ -1,4 +1,4 @@
-"""Gradient graphs of PyTorch: module and parameter names, in-place writes, effects, Functions."""
+"""Tests of names, in-place writes, side effects and Functions in gradient graphs of PyTorch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Host kernels in PyTorch only: devices, layouts, tracers and inductor."""
+"""Tests of host kernels for PyTorch only: devices, layouts, tracers and inductor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_result_goes_to_the_device_of_the_first_array(torch_device):
     f = host(lambda x, y: x + y)
     assert f(x, y).device == x.device
     assert torch.vmap(f)(x, y).device == x.device
-    # meta tensors have shapes and no values, as in a trace
+    # meta tensors have shapes but no values, as in a trace
     meta = f(torch.ones(3, device="meta"), y)
     assert (meta.device.type, meta.shape) == ("meta", (3,))
 

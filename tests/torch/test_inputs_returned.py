@@ -1,8 +1,8 @@
 """Rules and edits that return their input, followed by in-place writes.
 
-The output has its own memory, so each program must return the same number as with `x.clone()` as
-the identity, differentiated by PyTorch's own reverse mode. Only a rule that has saved its input may
-raise, like any operation whose input is changed before its backward pass.
+The output has its own memory. Therefore each program must return the same number as PyTorch's
+reverse mode for the identity `x.clone()`. Only a rule that has saved its input may raise an error,
+because the saved input is changed before the backward pass.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ ROUTES = {
 }
 RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
 EDITS = [*IDENTITIES][:6]
-MAY_VIEW = ("chunked", "checkpoint", "frozen")  # these operators run f itself in forward mode
+# in forward mode, these operators call f, which may return a view
+MAY_VIEW = ("chunked", "checkpoint", "frozen")
 
 
 @pytest.mark.sampled(40, 80)
@@ -173,7 +174,7 @@ PAIRS = {
 
 
 def weighed(pair):
-    """Return a rule that weights its two cotangents differently, unlike the pair's derivative."""
+    """Return a rule for `pair` whose bwd is c[0] + 2 c[1] and not the derivative of `pair`."""
     rule = gt.custom_rule(pair)
     rule.defvjp(lambda x: (pair(x), None), lambda r, c: (c[0] + 2 * c[1],))
     return rule

@@ -1,7 +1,8 @@
 """Training through a Jacobian-vector product, as in MeanFlow, with common training setups.
 
-The expected values come from the same loss with the math kernel in float64 and finite differences
-along the path. The axes are kinds of attention, `gt.checkpoint`, precisions and compilers.
+The expected values come from the same loss with the math kernel in float64, where finite
+differences replace the tangent. The tests vary the kind of attention, `gt.checkpoint`, the
+precision and the compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RARE = [(kind, "compiled") for kind in ATTENTION if kind != "causal"]
 
 
 class Block(nn.Module):
-    """A transformer layer that is modulated by the time."""
+    """A transformer layer whose normalized input is scaled by a function of the time t."""
 
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Block(nn.Module):
 
 
 class Velocity(nn.Module):
-    """The velocity u(x, t) of MeanFlow."""
+    """A network for the velocity u(x, t) of MeanFlow."""
 
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
@@ -94,14 +95,14 @@ def batch(dtype: torch.dtype) -> list[Tensor]:
 
 
 def loss(jvp: Any, u: Any, x: Tensor, t: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """MeanFlow's loss plus a term whose gradient goes through the tangent."""
+    """Return the loss of MeanFlow plus a term that is differentiated through the tangent."""
     y, dy = jvp(u, (x, t), (v, torch.ones_like(t)))
     target = (v - t[:, None] * dy).detach()
     return (y - target).square().mean() + 0.1 * (dy * w).mean()
 
 
 def by_differences(u: Any, primals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    """Return the value and the eighth-order central difference."""
+    """Return the value and the jvp of u by eighth-order central differences."""
     weights, h = ((1, 4 / 5), (2, -1 / 5), (3, 4 / 105), (4, -1 / 280)), 1e-3
     at = lambda e: u(*[x + e * dx for x, dx in zip(primals, tangents, strict=True)])
     return at(0.0), sum(a * (at(k * h) - at(-k * h)) for k, a in weights) / h
@@ -121,7 +122,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def errors(kind: str, way: str, precision: str) -> list[float]:
-    """Return the gradient errors of two training steps, relative to the norm."""
+    """Return the errors of the gradients in two training steps, relative to the gradient norm."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = Velocity(kind, way).to(dtype)
     data = batch(dtype)

@@ -1,4 +1,4 @@
-"""Linearity of rules in 16-bit dtypes, which have large rounding errors."""
+"""The check that a rule is linear allows for the large rounding errors of 16-bit dtypes."""
 
 import pytest
 import torch

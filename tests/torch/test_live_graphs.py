@@ -1,4 +1,4 @@
-"""Gradient graphs of existing tensors, read from autograd's graph."""
+"""Gradient graphs of existing tensors, which gradtools reads from autograd's graph."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_graph_of_live_tensors_is_the_one_that_autograd_walks():
 
 
 def drawn(y):
-    """Return the text of the last operation in the graph of y."""
+    """Return the text of the last operation in the gradient graph of the tensor y."""
     lines = str(gt.gradient_graph(outputs=y)).splitlines()
     return [line.split("=", 1)[1].split("  ")[0].strip() for line in lines if "(" in line][-1]
 

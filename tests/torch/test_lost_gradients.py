@@ -1,4 +1,4 @@
-"""why_zero finds each cause of a lost gradient with its line and kind, and nothing else."""
+"""why_zero reports the line and the kind of each cause of a lost gradient, and no other causes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning
 def test_a_cause_is_found_at_its_line(cause):
     torch.manual_seed(0)
     report = gt.why_zero(cause.program, *cause.known["args"])
-    # keep findings of arguments and drop findings of captured parameters
+    # ignore findings for captured parameters
     own = [f for f in report.findings if f.argument.startswith("argument")]
     found = [(f.kind, f.source and f.source.line, f.whole) for f in own]
     assert found == losses(cause)

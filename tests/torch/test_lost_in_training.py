@@ -94,7 +94,7 @@ def test_a_graph_from_before_is_entered_only_if_f_reads_no_leaf():
     loss = torch.relu(w.exp() - 100).sum()
     assert kinds_by_leaf(gt.why_zero(lambda: loss, model={"w": w})) == {"w": "zero"}
     h = w.square().exp()
-    h.sum().backward()  # this backward call frees the graph of h
+    h.sum().backward()  # this call of backward frees the graph of h
     report = gt.why_zero(lambda x: (torch.relu(x - 5) * h).sum(), torch.ones(3))
     assert kinds_by_leaf(report) == {"argument 0": "zero"}
 

@@ -23,7 +23,7 @@ def squared(net):
 
 
 class Marked(nn.Module):
-    """A module with weight decay by an attribute of the parameters."""
+    """A module whose weight decay depends on an attribute of each parameter."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Lambda(nn.Module):
 
 
 class Table(nn.Module):
-    """A module with a dict whose keys are parameters."""
+    """A module with an attribute that is a dict whose keys are parameters."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,8 @@ OPERATORS = {
     "value_and_grad": lambda f, net: gt.value_and_grad(f)(net),
     "minimax": lambda f, net: gt.minimax_value_and_grad(f, 0, ())(net),
     "vjp": lambda f, net: _by_vjp(f, net),
-    # With reduction "sum", because a mean divides by the sum of the weights, which rounds.
+    # The reduction is "sum", because a mean divides by the sum of the weights, which causes
+    # rounding.
     "microbatched": lambda f, net: gt.microbatched_value_and_grad(
         lambda n, x: f(n), 6, reduction="sum"
     )(net, X),

@@ -1,4 +1,4 @@
-"""Parameters that f reaches by other references than the module in its arguments."""
+"""Gradients of parameters to which f also refers without the module in its arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gradtools.torch as gt
 
 
 class Equilibrium(nn.Module):
-    """A layer whose implicit solution has bound methods as equation and solver."""
+    """A layer that passes bound methods as equation and solver to implicit_solution."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Equilibrium(nn.Module):
 
 
 class Rounded(nn.Module):
-    """A module with an operator of two bound methods as an attribute."""
+    """A module with an attribute that is straight_through of two bound methods."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Hooked(nn.Module):
 
 
 class Beside(nn.Module):
-    """A module with a part that a variable of f refers to as well."""
+    """A module with a submodule to which a closure of the module also refers."""
 
     def __init__(self):
         super().__init__()

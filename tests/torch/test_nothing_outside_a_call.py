@@ -34,13 +34,13 @@ KEYS = (
 
 
 def registrations():
-    """Return the kernels of every operator by dispatch key."""
+    """Return the registered kernels of all operators by dispatch key."""
     kernels = torch._C._dispatch_get_registrations_for_dispatch_key
     return {(key, kernel): True for key in KEYS for kernel in kernels(key)}
 
 
 def attributes():
-    """Return the public attributes of PyTorch's namespaces by identity."""
+    """Return the ids of the public attributes of PyTorch's namespaces."""
     places = (torch, torch.Tensor, functional, torch.autograd, torch.autograd.Function, nn.Module)
     places += (torch.autograd.graph, forward_ad, torch.func, torch.overrides, nn.Parameter)
     return {(p.__name__, name): id(value) for p in places for name, value in vars(p).items()}
@@ -59,7 +59,7 @@ def run_everything():
 
 
 def second(G, shape, part=lambda found: found):
-    """Return derivatives with respect to y and z of a gradient through G."""
+    """Return derivatives of the gradient of a function of G(z) with respect to y and z."""
     z, y = torch.ones(shape, dtype=D).requires_grad_(), torch.tensor(2.0, requires_grad=True)
     value = (y * part(G(z))).pow(2).sum()
     (slope,) = torch.autograd.grad(value, z, create_graph=True)
@@ -117,7 +117,7 @@ PATCHES = [
 def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
     name, patch, weights, monkeypatch
 ):
-    """Attention libraries patch functions like this; double backward is the reference."""
+    """Attention libraries patch torch.nn.functional; double backward computes the reference."""
     torch.manual_seed(0)
     heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
     G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]
@@ -136,7 +136,7 @@ Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
 def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
-    """The first thread exits first, although the second has saved the stance that it had set."""
+    """The first thread exits first, although the second has saved the first thread's stance."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     first_entered, second_entered = threading.Event(), threading.Event()
 

@@ -18,14 +18,16 @@ from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
-OF_THE_HOST = {"asarray", "random_key", "split_key"}  # Functions without array arguments.
-WAITS = {  # Host synchronizations of a call after the first.
+# Functions that have no array arguments, so their results are not on the device.
+OF_THE_HOST = {"asarray", "random_key", "split_key"}
+WAITS = {  # The number of host synchronizations in a second call.
     "asarray": 1,  # The use converts an array with `to_numpy`.
     "to_numpy": 1,
-    "host_function: kernel": 3,  # the kernel's operands and the operands of its pullback
+    # copies the operands of the kernel and the operands of its pullback
+    "host_function: kernel": 3,
     "host_function: bwd": 3,
     "chunked: compared at each pass": 2,  # One synchronization per chunk.
-    # These operators read numbers on the host.
+    # Operators that read numbers on the host.
     "implicit_solution: F": 4,
     "implicit_solution: solve": 4,
     "why_zero": 25,
@@ -43,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """Return the report of the program on each use; the device exists only in the subprocess."""
+    """Return the report of other_device.py, which is a subprocess in which the device exists."""
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "other_device.py")], check=False,
         capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -72,12 +74,12 @@ def test_the_random_stream_of_the_device_moves_only_where_f_draws(name, found):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_runs_on_the_stream_on_which_an_operator_is_called(name, found):
-    """Backward passes are included, which run in a thread of the device."""
+    """No kernel runs on another stream, even in backward passes, which have their own thread."""
     assert found[name]["strays"] == 0
 
 
 def test_more_chunks_are_no_more_waits(found):
-    """The runs have four chunks and two chunks; the first call also compares each chunk."""
+    """The number of synchronizations is the same for four chunks and for two chunks."""
     for call in ("first", "again"):
         assert found["chunked: a chunk each"][call] == found["noise in chunked"][call]
 

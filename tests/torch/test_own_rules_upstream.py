@@ -1,6 +1,6 @@
-"""Bugs of plain PyTorch with custom rules, and the behavior of gradtools instead.
+"""Bugs of custom rules in plain PyTorch, and the behavior of gradtools for the same programs.
 
-Each test asserts an upstream bug and fails when upstream has fixed it.
+Each test asserts an upstream bug and fails if the bug has been fixed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patches of PyTorch's classes are thread-local, nest, and are removed afterwards."""
+"""Patches of PyTorch's classes are thread-local, can be nested, and are removed afterwards."""
 
 import threading
 from contextlib import nullcontext

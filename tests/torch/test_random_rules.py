@@ -1,4 +1,4 @@
-"""Rules that draw random numbers: derivatives belong to the value that was returned.
+"""If a rule draws random numbers, its derivatives use the numbers of the returned value.
 
 The rule may run a second time, for a tangent or a second derivative, and must draw the same
 numbers.
@@ -107,7 +107,7 @@ SAVED_PULLBACK = {
 
 @pytest.mark.parametrize("way", SAVED_PULLBACK)
 def test_a_pullback_that_is_saved_is_differentiated_in_forward_mode_too(way):
-    """The residual is a closure, so the second derivative rebuilds it with the same draws."""
+    """The residual is a closure, so the second derivative runs fwd again with the same draws."""
     rule = gt.custom_rule(random_square)
     rule.defvjp(lambda x: gt.vjp(random_square, x), lambda pullback, ct: pullback(ct))
     results = []

@@ -1,4 +1,4 @@
-"""Recomputation in the backward pass: gradients, memory, state, threads and errors.
+"""Tests of gradients, memory, state, threads and errors in recomputation in the backward pass.
 
 The reference is the plain call or the plain loop over chunks in float64.
 """
@@ -117,7 +117,7 @@ def test_how_often_outputs_are_compared(verify):
         with pytest.raises(GradtoolsError, match="returns other values"):
             step(1)
     else:
-        step(1)  # only the first backward pass compares values, or none does
+        step(1)  # `verify` compares values only in the first backward pass, or never
 
 
 @pytest.mark.filterwarnings("ignore:.*batch normalization")
@@ -159,7 +159,7 @@ def test_nested_in_itself_thirty_deep():
 
 
 def test_no_lock_is_held_while_f_runs():
-    """f acquires a lock that another thread holds during its own backward pass."""
+    """f acquires a lock that another thread may own during the backward pass of that thread."""
     lock, net, x = threading.RLock(), nn.Linear(3, 1).double(), _numbers(4, 3)
 
     def f(x):
@@ -201,7 +201,7 @@ def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
 
 
 def test_f_is_computed_again_to_its_end():
-    """PyTorch saves rrelu's noise before it is drawn, so an early stop is wrong (torch#193671)."""
+    """PyTorch saves rrelu's noise before it is drawn, so f must run to its end (torch#193671)."""
     found = []
     for wrap in (lambda f: f, gt.checkpoint):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A recorded run leaves no state behind, records the right operations and has a bounded cost."""
+"""A recorded run restores all state, records the right operations and has a bounded cost."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_inside_a_transform_it_is_refused(transform):
 
 
 def test_a_healthy_function_runs_once_however_many_leaves_it_has():
-    calls = itertools.count()  # a snapshot cannot restore the counter
+    calls = itertools.count()  # gradtools cannot restore the state of the counter
 
     def f(params):
         next(calls)
@@ -199,7 +199,7 @@ def test_numbers_that_are_only_logged_cost_three_runs_of_each_line():
         return (x**2).sum()
 
     assert not gt.why_zero(f, X)
-    # one recording, one repetition, and runs with changed numbers at two lines
+    # one recorded run, one repeated run, and runs with changed numbers at two source lines
     assert next(calls) <= 2 + 2 * 3
 
 
@@ -267,7 +267,7 @@ SHARED = {
 
 
 def _reached_in(graph):
-    """Return whether the output is independent of the argument and whether it is differentiable."""
+    """Return whether the output is constant in the argument, and whether it is differentiable."""
     return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
 
 

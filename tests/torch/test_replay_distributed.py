@@ -1,7 +1,7 @@
 """FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
 
-The reference is the same wrapper around the plain loop over chunks. A program must be right, or
-gradtools must raise its own error in every process.
+The reference is the same wrapper around the plain loop over chunks. The results of a program must
+be right, or gradtools must raise its own error in every process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encoder(*more: nn.Module) -> nn.Sequential:
 
 
 class Towers(nn.Module):
-    """A module with one encoder for two batches, and their loss."""
+    """A module that encodes two batches by one encoder and returns their loss."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
     ),
 }
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # The operator and its plain version.
+    # An operator of gradtools and its plain version.
     "chunked": (
         lambda f: gt.chunked(f, 2),
         lambda f: lambda x: torch.cat([f(part) for part in x.split(2)]),
@@ -135,7 +135,7 @@ def local(x: Any) -> torch.Tensor:
 
 
 def case(rank: int, wrapper: str, operator: str) -> Any:
-    """Return the results of the operator and of its plain version, or the error."""
+    """Return the results of an operator and of its plain version, or gradtools' error."""
     (wrap, layers), (ours, plain) = WRAPPERS[wrapper], (OPERATORS | AROUND)[operator]
     model = Critic if operator == "frozen" else Towers
     try:

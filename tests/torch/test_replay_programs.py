@@ -1,7 +1,8 @@
-"""Recomputed values equal the first ones in each program of the table, for each operator.
+"""In each program, recomputed values equal the values of the first run, for each operator.
 
-Two equal worlds are created: gradtools runs in one, the plain program in the other. Values, state,
-random states and flags must be equal, or gradtools must raise its own error.
+Two equal worlds are created. gradtools runs in the first world, and the plain program runs in the
+second world. Values, state, random states and flags must be equal, or gradtools must raise its own
+error.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _seed() -> None:
 
 
 def outcome(program: Scenario, run: Run) -> dict[str, Any]:
-    """Return the values of a run, and the state of the world and of the process after it."""
+    """Return the values of a run, and the state of the world and of the process after the run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _seed()
@@ -100,7 +101,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """Yield all programs with their operators; chunk sizes and verify modes take turns."""
+    """Yield all programs with their operators, and alternate chunk sizes and verify modes."""
     for number, program in enumerate(PROGRAMS.values()):
         for kind in program.known["kinds"]:
             size, verify = ((2, "first"), (4, "first"), (2, True))[number % 3]
@@ -127,7 +128,7 @@ def test_what_is_computed_again_is_what_was_computed(program: Scenario, run: Run
 
 
 def test_a_wrong_number_and_a_state_that_moved_are_seen() -> None:
-    """Control: a difference in any single leaf must be reported."""
+    """`differs` must report a difference in a single leaf."""
     program = PROGRAMS["batch norm in training"]
     right = outcome(program, Run(CHUNKED, True))
     for name in ("numbers", "state", "process"):

@@ -1,8 +1,8 @@
-"""Promises of custom rules in PyTorch, compared with the documented autograd.Function.
+"""Requirements on custom rules in PyTorch, compared with the documented autograd.Function.
 
-The programs are data: an autograd.Function as in PyTorch's documentation, the same formulas as a
-`custom_rule`, and a use of both. The Function computes the expected result. Programs for which
-custom_rule deliberately differs are in EXCEPTIONS with the reason.
+A program calls an autograd.Function as in PyTorch's documentation, or a `custom_rule` with the same
+formulas. The Function computes the expected result. Programs for which custom_rule deliberately
+differs are in EXCEPTIONS with the reason.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def test_a_rule_does_what_a_function_does(name, given):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["a tree", "an identity"])
 def test_a_forward_rule_is_computed_again_as_it_was_computed(name, reentrant):
-    """A checkpoint counts the saved tensors, and its first pass is the first call of the rule."""
+    """A checkpoint counts saved tensors, and the rule is first called in its first pass."""
     f, jvp, slope = {
         "a tree": (
             lambda x: (x.sin(), x),

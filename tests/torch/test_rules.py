@@ -1,4 +1,4 @@
-"""Rules in PyTorch: workarounds for upstream bugs, and PyTorch's own checks."""
+"""Tests of workarounds for upstream bugs in rules, and of PyTorch's own checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
 
 
 def test_a_rule_is_not_dropped_by_compiled_torch_func():
-    """torch#193279, torch#192985: the derivative of the rule differs from that of its value."""
+    """torch#193279, torch#192985: the derivative of the rule is not the derivative of its value."""
     x = torch.tensor(2.0)
     f = lambda x: gt.reverse_gradient(x, 0.5) ** 2
     torch._dynamo.reset()
@@ -89,7 +89,7 @@ RULED = {
 
 @pytest.mark.parametrize("name", RULED)
 def test_a_tangent_along_a_graph_keeps_it(name):
-    """J v is linear in v, so its derivative is J^T w, also after repeated calls."""
+    """The gradient of <w, J v> with respect to v is J^T w, also after repeated calls."""
     f, x = RULED[name], torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
     v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
     for _ in range(3):

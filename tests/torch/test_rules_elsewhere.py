@@ -55,7 +55,8 @@ def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, s
     again = torch.export.load(file).module()
     torch.testing.assert_close(again(2 * X), torch.expm1(2 * X * model.w) + 4 * X)
     x = X.clone().requires_grad_()
-    # Autograd treats the rule's output as a constant after export and differentiates the rest.
+    # After export, autograd treats the rule's output as a constant but differentiates the other
+    # term.
     torch.testing.assert_close(
         torch.autograd.grad(again(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
     )
@@ -137,7 +138,7 @@ def test_one_program_serves_all_lengths(kind, way, how):
 @pytest.mark.sweep_at("jvp", "both")
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_may_use_one_rule_at_first_and_with_other_shapes(kind):
-    """The structure of the outputs depends on the shape while threads alternate."""
+    """The structure of the outputs depends on the shape, and threads use different shapes."""
     plain = lambda x: (torch.exp(x), x.sum(0)) if len(x) % 2 else {"a": torch.exp(x)}
     f = gt.custom_rule(plain)
     if kind != "jvp":

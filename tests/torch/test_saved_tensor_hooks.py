@@ -40,7 +40,7 @@ def chained(chain: tuple[str, ...], f: Function) -> Function:
 
 
 def outcome(f: Function) -> Any:
-    """Return the value and the gradient of a loss of it, as a training step computes them."""
+    """Return f(x) and the gradient of a loss of f(x), as a training step computes them."""
     x = X.clone().requires_grad_()
     y = tree_leaves(f(x))
     loss = sum((y.sin() * y).sum() for y in y)
@@ -52,7 +52,7 @@ def outcome(f: Function) -> Any:
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "through NumPy", "torch's checkpoint"])
 @pytest.mark.parametrize("chain", [("jvp", "grad"), ("jvp", "jvp"), ("linearize", "grad")])
 def test_derivatives_inside_of_hooks_on_saved_tensors(chain, hooks):
-    """The hooks process the derivative's saved tensors; a checkpoint recomputes the derivative."""
+    """Hooks process the saved tensors of the derivative; a checkpoint recomputes the derivative."""
     f = chained(chain, cubic)
 
     def hooked(x: torch.Tensor) -> torch.Tensor:

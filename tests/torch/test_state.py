@@ -1,4 +1,4 @@
-"""Recomputation restores random states, generators and buffers, and nothing else."""
+"""Recomputation restores random states, generators and buffers, and no other state."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 (torch#175754, torch#186256)
 
-The reference is the normalization by plain operations.
+The reference is the same normalization, computed by plain operations.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def norms(request):
 
 
 def test_maml_with_several_inner_steps_is_right_to_any_order(norms):
-    """Each inner gradient step adds one order of differentiation to the outer gradient."""
+    """Each inner gradient step increases the order of the outer derivative by one."""
 
     def after(norm):
         def loss(x):

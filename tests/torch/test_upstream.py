@@ -1,4 +1,4 @@
-"""Private names of PyTorch behave as gradtools expects and have no public replacement yet."""
+"""Private functions of PyTorch behave as gradtools expects and have no public replacement yet."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
     level = upstream.enter_forward_level()
     try:
         assert level == upstream.forward_level() == 0
-        # None means that a level exists already
+        # the result is None, because a level already exists
         assert upstream.enter_forward_level() is None
         x = upstream.make_dual(torch.ones(2), torch.full((2,), 3.0), level=0)
         assert upstream.unpack_dual(x * 2, level=0)[1].tolist() == [6.0, 6.0]
@@ -120,8 +120,8 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
         assert upstream.is_forward_mode_enabled()
     finally:
         upstream.leave_forward_level(level)
-    # Simulates another thread between the two lines of `forward_ad.exit_dual_level`: no level may
-    # be entered.
+    # This simulates another thread between the two lines of `forward_ad.exit_dual_level`, when no
+    # level may be entered.
     monkeypatch.setattr(forward_ad, "_current_level", 3)
     assert upstream.enter_forward_level() is None
     monkeypatch.undo()
@@ -191,7 +191,7 @@ def test_what_modes_see_and_how_they_are_counted():
         with seeing.DisableTorchFunction():
             torch.ones(1) + 1
             torch.exp(_x())
-            # the backward pass of a tensor subclass does the same
+            # the backward pass of a tensor subclass also enables torch functions
             with upstream.EnableTorchFunction():
                 torch.sin(_x())
     assert upstream.set_grad_enabled in watch.seen

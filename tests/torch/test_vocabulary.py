@@ -1,8 +1,8 @@
-"""The formula vocabulary of PyTorch: each function is read correctly.
+"""Formulas of PyTorch functions are correct for every function in the table.
 
 Each formula is compared with PyTorch's own derivatives before it is returned. Each row of the table
 is a function and its arguments (`tests/support/formula_rows.py`). `BY_NAME` lists the functions
-that formulas write by their names.
+that formulas show by name.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ TABLE = """
 LINES = [
     (int(row.expression[0]), replace(row, expression=row.expression[2:])) for row in rows(TABLE)
 ]
-# Functions for which the formula has no algebra.
+# Functions that a formula shows by name because they have no symbolic form.
 BY_NAME = set(
     """
     angle arctan2 avg_pool binary_cross_entropy_with_logits cast cdist cholesky clip concatenate
@@ -110,7 +110,7 @@ def test_the_formula_is_what_autograd_computes(order, row):
 
 
 def checked(f, *args, **more):
-    """Return the formula of f, which was checked at the arguments and at random points."""
+    """Return the formula of f after an assertion that gradtools checked the formula."""
     found = gt.formula(f, *args, **more)
     assert "at the arguments and 3 random points" in str(found.check)
     return found

@@ -1,4 +1,4 @@
-"""A torch.nn.Module in place of a pytree of arrays, compared with plain loops and `backward`."""
+"""A torch.nn.Module as an argument of operators, compared with plain loops and `backward`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def loss(net, x):
 
 
 def plain(net, x=X, create_graph=False):
-    """Return the value and the gradients by name, as plain PyTorch computes them."""
+    """Return the value and a dict of gradients, computed by plain PyTorch."""
     torch.manual_seed(3)
     value = loss(net, x)
     free = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -208,7 +208,7 @@ AT_A_MODULE = {
 
 
 class AtItself:
-    """Apply f to the module itself."""
+    """Call `f` with the module."""
 
     def __init__(self, net):
         self.ones = directions(net)
@@ -218,7 +218,7 @@ class AtItself:
 
 
 class AtItsParameters(AtItself):
-    """Apply f to a dict of parameters that require grad."""
+    """Call `f` with a dict of the parameters that require grad."""
 
     def __init__(self, net):
         super().__init__(net)
@@ -267,7 +267,7 @@ def test_a_third_derivative_goes_through_a_gradient_at_a_module():
 
 @pytest.mark.parametrize("net", [mlp(), partly_frozen()])
 def test_forward_mode_goes_through_a_gradient_at_a_module(net):
-    """In an outer forward-mode derivative the module's parameters have tangents and no graph."""
+    """In an outer forward-mode derivative, the module's parameters have tangents but no graph."""
     free = {name: p for name, p in net.named_parameters() if p.requires_grad}
     tangent = {name: torch.full_like(p, 0.5) for name, p in free.items()}
     inner = lambda net: net(X).square().mean()
@@ -333,7 +333,7 @@ def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
 
 
 class Likelihood(nn.Module):
-    """A module that contains the model whose output it scores, like GPyTorch's likelihoods."""
+    """A module that contains a model and computes a loss of the model's output, as in GPyTorch."""
 
     def __init__(self, model):
         super().__init__()
@@ -382,7 +382,7 @@ def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_module_whose_gradient_is_differentiated_forward_over_reverse(order):
-    """The module's parameters are inputs of the frozen f, and f has its usual side effects."""
+    """In forward-over-reverse mode, the gradient is right and f has its usual side effects."""
     found = []
     for mode in ("auto", "forward_over_reverse"):
         net = Noisy().double()

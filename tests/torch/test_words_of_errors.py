@@ -1,4 +1,4 @@
-"""Errors of the user's code pass unchanged; errors of PyTorch keep their type and are explained."""
+"""Errors of the user's code are not changed; errors of PyTorch get an explanation."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Training losses in PyTorch with planted bugs, data for `tests/torch/test_lost_in_training.py`.
+"""Training losses in PyTorch with planted bugs, for `tests/torch/test_lost_in_training.py`.
 
-Each entry makes a loop with a model, an optimizer and a loss. The expected findings are checked
-without gradtools: some plain optimizer steps show which parameters do not change.
+Each entry creates a `Loop` with a model, an optimizer and a loss. The expected findings are checked
+without gradtools: plain optimizer steps determine which parameters do not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Loop:
         model: The trained model.
         optimizer: The optimizer of the model.
         closure: The loss as a function without arguments.
-        meant: The arrays that should be trained, by name.
+        meant: A dict of the arrays that should be trained.
     """
 
     model: nn.Module

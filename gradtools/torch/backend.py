@@ -56,7 +56,7 @@ _TINY = torch.finfo(torch.float64).tiny
 class TorchBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for PyTorch.
 
-    This module imports the engines and rules; other members are imported on first access.
+    The engines and rules are imported with this module. Other members are imported on first access.
     """
 
     name, package = "torch", "gradtools.torch"
@@ -100,7 +100,8 @@ class TorchBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        # NumPy's float64 and complex128 subclass Python's float and complex: they are weakly typed.
+        # NumPy's float64 and complex128 are subclasses of float and complex, and are weakly typed
+        # too.
         is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
@@ -159,7 +160,7 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        if x.requires_grad or len(parts) < 2:  # views from `split` with a graph cannot be written
+        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are read-only
             return super().split(x, parts)
         return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 
@@ -206,17 +207,20 @@ class TorchBackend(FrameworkBackend):
     closure_converted = LazyMember("captured_tensors")
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """Calls `f(args)`; under torch.func, an f that needs NumPy runs as a host kernel."""
+        """Calls `f(args)`.
+
+        If f converts a tensor of torch.func to NumPy, f runs as a host kernel instead.
+        """
         try:
             return f(args)
         except RuntimeError as error:
             leaves, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
-            # `to_numpy` raises RuntimeRefusal.
+            # `to_numpy` raises RuntimeRefusal if a tensor has no values.
             reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)
             if not (reads and any(map(is_wrapped, xs))):
                 raise
-            from gradtools.host_kernels import ArraySpec, Kernel  # loaded on first use
+            from gradtools.host_kernels import ArraySpec, Kernel  # imported on first use
 
             out = [ArraySpec(tuple(y.shape), self.dtype_name(y)) for y in leaves]
             names = [self.dtype_name(x) for x in xs]

@@ -1,7 +1,7 @@
 """Linear solvers for `implicit_solution`: conjugate gradients, GMRES, and a dense matrix.
 
-Conjugate gradients and GMRES stop at a relative residual. Under vmap the value of the residual
-cannot be read, so both solvers run the maximum number of iterations.
+Conjugate gradients and GMRES stop if the relative residual is below a tolerance. Under vmap the
+value of the residual cannot be read, so both solvers run the maximum number of iterations.
 
 Source: Saad, Iterative methods for sparse linear systems, 2003, algorithms 6.18 and 6.9.
 """

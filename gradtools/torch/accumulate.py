@@ -121,7 +121,7 @@ def varies(x: torch.Tensor) -> frozenset[Any]:
 
 
 def spec_in_words(spec: tuple[Any, ...]) -> str:
-    """Describes a tensor's layout (unless dense), dtype, shape and device in words."""
+    """Describes dtype, shape and device of a tensor in words, and a layout that is not dense."""
     layout, dtype, shape, device = spec
     words = "" if layout == torch.strided else f"{_short(layout)} "
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"

@@ -46,7 +46,7 @@ _thread = _Captures()
 
 
 def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
-    """Maps the id of each tensor replaced in this thread to the tensor and its replacement."""
+    """Maps the id of each replaced tensor in this thread to the tensor and its replacement."""
     return {} if _thread.mode is None else _thread.mode.of
 
 
@@ -217,7 +217,7 @@ class CapturedInEager(Replaced):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
-        """Raises if f's outputs depend on a captured tensor that no mode has detected."""
+        """Raises an error if f's outputs depend on a captured tensor that was not found."""
         read = [super(CapturedInEager, self).other(x) for x, _ in self.found.values()]
         ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
         for node in nodes_of(ys, ends):

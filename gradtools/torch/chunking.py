@@ -259,7 +259,7 @@ class _Sums:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
     def total(self) -> Tensors:
-        """Returns the sums; with weights, the sum of the weights and the weighted means."""
+        """Returns the sums or, if `weigh` is given, the sum of weights and the weighted means."""
         if self._weigh is None or not self._sums:
             return self._sums
         total, *rest = self._sums

@@ -129,7 +129,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """Node that computes the pullback of one use of G, which is linear in the cotangents."""
+    """Autograd node that computes the pullback of a call of G, linear in the cotangents."""
 
     of: _Use
     pulls = _Second

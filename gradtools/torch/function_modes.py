@@ -70,7 +70,7 @@ _NEEDS_WEIGHTS = 15  # the position of the argument `need_weights`
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
+    """Calls `multi_head_attention_forward` with need_weights=True, without the fused kernel."""
     patched = functional.scaled_dot_product_attention is not _FUSED  # a library patched attention
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
@@ -102,7 +102,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations that support jvp, vmap and higher derivatives."""
+    """Computes attention and norms by operations that support jvp, vmap and double backward."""
 
     programs = _PLAIN_KERNELS
 
@@ -147,7 +147,7 @@ class OneTangent(PlainAttention):
         self._began = upstream.nodes_made()
 
     _stopped = 0  # 1 + the number of torch.func levels where tangents were disabled, or 0
-    _inside: Any = None  # the Python function whose own check calls this mode again
+    _inside: Any = None  # a redispatched function, which calls this mode again
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is _set_graphs:
@@ -193,7 +193,7 @@ class OneTangent(PlainAttention):
         return y
 
     def _is_inside(self, x: Tensor) -> bool:
-        """Returns whether a derivative inside of the function created x, which requires grad."""
+        """Returns whether x, which requires grad, was created by an inner derivative."""
         if is_dual(x) or is_wrapped(x):
             return True
         if x.grad_fn is not None:

@@ -92,7 +92,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves on which f's outputs depend, except for ids in `own`."""
+        """Records the leaves on which f's outputs depend, except tensors with ids in `own`."""
         if is_nested():
             self._nested = True
             return

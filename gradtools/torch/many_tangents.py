@@ -93,7 +93,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes the transpose of the pullback, which is linear in the cotangents."""
+        """Computes tangents by the transpose of the pullback, which is linear in cotangents."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -111,7 +111,7 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Returns a function that restores the current state before each of `count` evaluations."""
+    """Returns a function to call before each of `count` evaluations; it restores the state."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore

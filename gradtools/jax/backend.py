@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class JaxBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for JAX.
 
-    This module imports the engines and rules; other members are imported on first access.
+    The engines and rules are imported with this module. Other members are imported on first access.
     """
 
     name, package = "jax", "gradtools.jax"
@@ -101,7 +101,7 @@ class JaxBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        with suppress(*READS_A_VALUE):  # fun's result is known only for concrete arguments
+        with suppress(*READS_A_VALUE):  # fun needs the values of its arguments
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def no_tangent(self, x: Any) -> Any:
@@ -153,7 +153,7 @@ class JaxBackend(FrameworkBackend):
     stop_gradient = staticmethod(jax.lax.stop_gradient)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """Calls `f(args)`; under a trace, an f that needs NumPy runs in a `pure_callback`."""
+        """Calls `f(args)`. If f converts a tracer to NumPy, f runs in a `pure_callback` instead."""
         try:
             return f(args)
         except jax.errors.TracerArrayConversionError:

@@ -115,7 +115,10 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode."""
+    """Counts an edit that has no forward mode.
+
+    Raises an error if f's pullback will be transposed.
+    """
     if running.pushing and any(x.requires_grad for x in xs):
         raise GradtoolsError(reverse_only_text(running.pushing, name))
     running.edits, running.edit = running.edits + 1, name

@@ -1,6 +1,7 @@
 """Recomputes functions in the backward pass.
 
-    first pass y = f(x) the leaves of f are collected from the graph, and the graph is freed
+    first pass      y = f(x)               the leaves of f are collected from the graph, and the
+                                           graph is freed
     backward pass   x' = pull(f)(x, y')    f runs again, from the state before its first pass
 
 `pull(f)` is a program like f, so the derivative of a derivative is recomputed too: derivatives of

@@ -232,7 +232,7 @@ class RunState:
     """A snapshot of the random streams that f may draw from and the buffers of its modules.
 
     copies: For each buffer, a tuple of the buffer, its copy, its version, and the module's training
-    flag.
+        flag.
     """
 
     held: Held

@@ -321,7 +321,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs a map of the rule at the given vectors during its transposition."""
+    """Calls a map that is being transposed, and records the call and its vectors in `ongoing`."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)

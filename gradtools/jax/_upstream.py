@@ -47,10 +47,10 @@ class RulePrimitive(Primitive):
     """A primitive with several results. JAX's caches refer weakly to the parameter `rule`.
 
     Attributes:
-        gradtools_flow: A function that returns the jaxpr of the data flow of an equation, or None.
-            Read by `reachability`.
-        gradtools_program: A function that returns the jaxpr that an equation evaluates, or None.
-            Read by `checking`.
+        gradtools_flow: A function, called by `reachability`, that returns the jaxpr of the data
+            flow of an equation, or None.
+        gradtools_program: A function, called by `checking`, that returns the jaxpr that an equation
+            evaluates, or None.
     """
 
     multiple_results = True
@@ -102,9 +102,9 @@ def stack_of(eqn: Any) -> Sequence[Any]:
 def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
     """Yields the entries of an equation's name stack, and whether each is a `jax.named_scope`.
 
-    The outermost entry is the first. Entries that are not scopes are transforms: "transpose",
+    The first entry is the outermost scope. Entries that are not scopes are transforms: "transpose",
     "jvp", "vmap". If JAX removes the name stack, drawings have no modules, and `gradient_graph`
-    raises because it cannot distinguish the passes.
+    raises an error because it cannot distinguish the forward pass from the backward pass.
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"

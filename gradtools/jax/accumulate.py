@@ -121,7 +121,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
 
 
 def _array(x: Any) -> jax.Array | None:
-    """Converts x to a JAX array in new memory.
+    """Returns x as a JAX array; NumPy arrays are copied.
 
     Returns None if x is not a numeric array or number.
     """

@@ -198,4 +198,4 @@ class JaxBackend(FrameworkBackend):
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
-_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches once
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches one program

@@ -120,7 +120,7 @@ class HeldProgram(CheckedProgram):
         return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
-        """Records the precision and the stopped gradients of an operation that is not inlined."""
+        """Updates `eps`, counts stopped gradients inside of the equation and records outputs."""
         if self.recorded is None:
             self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)

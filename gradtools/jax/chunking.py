@@ -39,7 +39,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
     """Returns the sums of the output leaves over chunks, and the carry.
 
-    Nothing is rematerialized.
+    The chunks are not rematerialized in the backward pass.
     """
     return _compiled_steps(chunks, _sum_steps)
 
@@ -150,7 +150,7 @@ class _ChunkProgram:
         return replace(self, consts=consts, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to its type after a step, because a scan's carry must keep its type."""
+        """Promotes a carry to its type after a step, because the type of a carry is fixed."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 

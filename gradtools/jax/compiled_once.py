@@ -35,9 +35,9 @@ _PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but n
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
-    """Calls `program(*args)`, compiled.
+    """Compiles and calls `program(*args)`.
 
-    A program that reads the values of arrays is not compiled.
+    A program that reads the values of arrays is called without compilation.
     """
     try:
         made, consts = traced(program, *args)
@@ -50,7 +50,7 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
 def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
     """Returns `derive(run)`, where `run(consts, xs)` evaluates the jaxpr.
 
-    Equal jaxprs share the result.
+    The same object is returned for equal jaxprs.
     """
     jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # a jaxpr of JAX 0.12 references its arrays
     try:

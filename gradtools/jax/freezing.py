@@ -185,7 +185,8 @@ def _pullback(
     Args:
         use: The frozen function.
         inputs: The number of arguments of the frozen function.
-        treedef: The treedef of the pullback that `jax.vjp` returned. Its leaves are the residuals.
+        treedef: The treedef of the pullback that `jax.vjp` returned, whose leaves are the
+            residuals.
         likes: The avals of the outputs.
         mask: For each output, whether its cotangent is given.
     """

@@ -37,8 +37,8 @@ def opened(
 ) -> Opened | None:
     """Rewrites a call as a function of pytrees of arrays.
 
-    flax.nnx modules are replaced in all arguments, and equinox modules in differentiated arguments.
-    Returns None if there are no such modules.
+    flax.nnx modules are replaced in all arguments, and equinox modules are replaced in
+    differentiated arguments only. Returns None if the arguments contain no module to replace.
     """
     if not module_kinds():
         return None
@@ -258,7 +258,7 @@ class Opened:
     def refuse_changes(self) -> None:
         """Raises an error if the latest call changed a module.
 
-        Used if changes cannot be returned.
+        Operators that cannot return changes call this method.
         """
         if self.changed:
             name = ".".join(map(str, self.changed[0][1:]))

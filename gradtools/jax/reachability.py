@@ -76,7 +76,10 @@ ONE_TO_ONE = (
 
 
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
-    """Returns a mask of inputs for each output of an equation without inner jaxprs."""
+    """Returns a mask of inputs for each output of an equation without inner jaxprs.
+
+    Returns None if all inputs flow to all outputs.
+    """
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
     if not raw and name in _STOPS:
         return [0] * outs

@@ -20,7 +20,7 @@ from gradtools.rules import replaced_at
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
     """Wraps f with the state of the flax.nnx modules in f and args.
 
-    Returns None without modules.
+    Returns None if there are no modules.
     """
     nnx = integration("flax.nnx")
     return None if nnx is None else nnx.stateful(caller, f, args)

@@ -35,7 +35,7 @@ class Split:
             self._table = parted(part, axis, self._least, cut.count, (0, self.entry))
 
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
-        """Returns the rows of a chunk. Their cotangent is routed to the slot."""
+        """Returns the rows of a chunk, whose cotangent is routed to the slot."""
         piece = self.at(index, size)
         return piece if slot is None else routed(piece, slot)
 

@@ -152,7 +152,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
 def wave(x: Any, shift: float, around: float) -> Any:
     """Returns an example array with the shape of x.
 
-    Entries are multiples of 1/16 with exact sums.
+    All entries are multiples of 1/16, so that small sums are exact.
     """
     if not is_inexact(x):
         return jnp.zeros(x.shape, x.dtype)

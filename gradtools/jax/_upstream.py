@@ -1,4 +1,4 @@
-"""The undocumented names of JAX that gradtools uses, each with its reason.
+"""The undocumented names of JAX that gradtools uses, and the reasons for their use.
 
 Other modules import these names from this module. Private names of `jax._src` are imported for the
 classes of a jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing
@@ -68,9 +68,9 @@ weakly_cached: set[type] = next(
 )
 """The classes of parameters to which JAX's caches of equations refer weakly.
 
-JAX caches the output types of equations by their parameters (2048 entries). For a rule, strong
-references would keep alive all objects that the user's functions close over. If JAX removes the
-name, such objects are not freed while they are in the cache.
+JAX caches the output types of equations by their parameters (2048 entries). Strong references to a
+rule would prevent objects over which the user's functions close from being freed. If JAX removes
+the name, such objects are not freed while they are in the cache.
 """
 
 enable_x64: Any = (
@@ -157,7 +157,7 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 
 
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
-    """Evaluates an equation's primitive at other operands.
+    """Binds the primitive of an equation to other operands.
 
     Since JAX 0.9 `get_bind_params` returns only the parameters; earlier versions also returned
     functions that precede the operands.
@@ -240,9 +240,10 @@ def with_variables(
     """Returns a function with the same code, in which some closure cells and globals are replaced.
 
     flax raises if a captured module is mutated inside of another trace. Replacing the module by a
-    copy is the only workaround, since another thread may read the function's own cells. Benefit:
-    loops and rules may contain functions that capture modules. Cost: if a function's globals
-    contain a flax module, `global` assignments in the function change a copy of the globals.
+    copy is the only workaround, since another thread may read the closure cells of the original
+    function. Benefit: loops and rules may contain functions that capture modules. Cost: if a
+    function's globals contain a flax module, `global` assignments in the function change a copy of
+    the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

@@ -1,7 +1,7 @@
 """Gradient accumulation in JAX, without side effects: each operator returns a new buffer.
 
-The buffer is a pytree that the user passes on, like an optimizer's state, so these operators run
-under jit and need no lock. `gradtools.accumulate` documents the public names.
+The buffer is a pytree that the user passes from step to step, like the state of an optimizer, so
+the operators run under jit and need no lock. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     """Returns `(treedef, sums, weight, dtypes)`, summed over all devices along an axis."""
     caller = "GradientAccumulator.mean"
-    if own is None:  # all devices run one program, so nothing was added anywhere
+    if own is None:  # all devices run one program, so nothing was added on any device
         raise GradtoolsError(
             f"{caller}: nothing has been added, so there is no mean. Call add(grads) first."
         )

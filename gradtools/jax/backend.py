@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class JaxBackend(FrameworkBackend):
-    """`gradtools.backend.Backend` for JAX.
+    """Implements `gradtools.backend.Backend` for JAX.
 
     The engines and rules are imported with this module. Other members are imported on first access.
     """
@@ -57,7 +57,10 @@ class JaxBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        """Returns an array, weakly typed for a Python float or complex; integers are unchanged."""
+        """Converts x to an array, weakly typed for a Python float or complex.
+
+        Integers are unchanged.
+        """
         if isinstance(x, float | complex) or hasattr(x, "__array__"):
             return jnp.asarray(x)
         return x

@@ -3,8 +3,9 @@
     first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
-Consecutive chunks of equal shapes form a run, which is one scan; f is traced once for each shape of
-a chunk. The body slices the batch at the index of the chunk, so a scan does not copy the batch.
+Consecutive chunks of equal shapes form a run, which is evaluated by one scan. f is traced once for
+each shape of a chunk. The body slices the batch at the index of the chunk, so a scan does not copy
+the batch.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class _ChunkProgram:
 
 
 class _Steps:
-    """The chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
+    """Represents the chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
 
     slots: One array for each inexact split array, to which the cotangents of the chunk are routed.
     lists: The arrays in the slices of the lists that belong to the chunk.

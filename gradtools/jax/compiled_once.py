@@ -3,7 +3,7 @@
 JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its function, but
 an operator creates a new function in each call. The user's function is traced in each call, since
 the values that it reads may have changed, and programs with equal equations share one compilation.
-Captured arrays are arguments of the program, so the cache does not keep arrays alive.
+Captured arrays are arguments of the program, so the cache does not reference arrays.
 
 A program with a rule of the user (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
 call, because the code of the rule runs later and may read other values. For a function of JAX with

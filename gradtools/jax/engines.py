@@ -35,7 +35,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
         outs, native, extras = jax.vjp(run, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
-    likes = [jax.typeof(y) for y in outs]  # the pullback must not keep arrays alive
+    likes = [jax.typeof(y) for y in outs]  # the pullback must not reference the outputs
 
     def pulled(native: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
@@ -61,7 +61,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         jaxpr = known[0].jaxpr
         # this search also finds derivatives inside of cached jits
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # the only inputs are the leaves
+        closed = ClosedJaxpr(jaxpr, known[1])  # the leaves are the only inputs
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 

@@ -69,7 +69,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
 
 
 class _TracedOnce:
-    """A function of flat arrays whose Python code runs once for all derivatives.
+    """A function of flat arrays that is traced once for all derivatives.
 
     Each derivative evaluates the jaxpr. To trace the function again for each derivative would take
     exponential time in nested frozen functions. For arguments with other avals, such as arrays that
@@ -180,7 +180,7 @@ class _Use:
 def _pullback(
     use: _Use, inputs: int, treedef: Any, likes: Sequence[Any], mask: Sequence[bool]
 ) -> Rule:
-    """Returns the pullback as a rule from (arguments, residuals, cotangents) to cotangents.
+    """Returns the pullback as a rule that maps (arguments, residuals, cotangents) to cotangents.
 
     Args:
         use: The frozen function.

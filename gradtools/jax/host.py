@@ -4,8 +4,9 @@ On concrete arrays the kernel is called directly, so its exceptions propagate un
 the primitive is bound again with an additional leading batch axis. The primitive has no derivative;
 the module `host_functions` wraps the primitive in a rule.
 
-A result with the shape of an argument is sharded like that argument. Batch axes are sharded like
-the batch. All other results are replicated on the arguments' devices.
+A result with the shape of an argument is sharded like that argument. Batch axes of results are
+sharded like the batch axes of the arguments. All other results are replicated on the arguments'
+devices.
 
 A callback must not call JAX: the program and the callback would wait for each other (a deadlock,
 observed on the CPU). JAX is therefore not allowed to execute programs while a kernel runs.

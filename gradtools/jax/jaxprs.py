@@ -188,7 +188,7 @@ def function_name(jaxpr: Any) -> str:
 
 
 class HeldJaxpr(NamedTuple):
-    """An open jaxpr and its constants."""
+    """An open jaxpr and the values of its constants."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
@@ -213,7 +213,7 @@ CALLS = (
 """Primitives that only call their inner jaxpr."""
 
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-"""Calls of functions with a custom_jvp or custom_vjp rule."""
+"""Primitives that call a function with a custom_jvp or custom_vjp rule."""
 
 
 def is_ruled(eqn: Eqn) -> bool:

@@ -1,4 +1,4 @@
-"""Re-raises known errors of JAX with advice.
+"""Re-raises known errors of JAX, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
 JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. Other modules

@@ -115,7 +115,8 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
 class Opened:
     """A call whose arguments contain modules, rewritten as a function of pytrees of arrays.
 
-    All nnx modules of the call are split together, so that shared variables remain shared.
+    All nnx modules of the call are split by a single `nnx.split`, so that shared variables remain
+    shared.
 
     Attributes:
         args: The arguments, in which each differentiated module is replaced by the pytree of its
@@ -127,7 +128,7 @@ class Opened:
 
     own: frozenset[int] = frozenset()  # JAX differentiates at tracers
     reads_own = False  # f reads copies of the modules, which contain tracers
-    is_deferred = staticmethod(bool)  # always False: JAX's own traces attach the results
+    is_deferred = staticmethod(bool)  # always False: JAX traces all results
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # the structure around the modules, and the constant part of each leaf
+        for i in argnums:  # store the treedef, and the constant part of each leaf
             leaves, treedef = _flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -157,7 +158,7 @@ class Opened:
         self.has_modules = bool(self._nodes or self._rests)
 
     def _split_graphs(self, active: Sequence[Any], others: Sequence[Any]) -> None:
-        """Splits the nnx modules of the differentiated trees, then of the other trees."""
+        """Splits the nnx modules of all trees. Modules of the differentiated trees come first."""
         nnx = self._nnx = cast(Any, sys.modules.get("flax.nnx"))
         modules = [_modules((nnx.Pytree,), tree) if nnx else [] for tree in active]
         rest = [m for tree in others for m in (_modules((nnx.Pytree,), tree) if nnx else [])]

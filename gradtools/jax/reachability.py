@@ -109,7 +109,7 @@ def _mask(row: Sequence[bool]) -> int:
 
 
 class Flow:
-    """Propagates bits through jaxprs and equations.
+    """Propagates bit masks of inputs through jaxprs and equations.
 
     Args:
         raw: Whether to ignore cuts and include control dependence: the operands of a condition flow
@@ -119,7 +119,7 @@ class Flow:
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored to keep ids unique
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored, so that ids remain unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """Returns, for each output of a jaxpr, the mask of the inputs that flow to it."""
@@ -172,7 +172,7 @@ class Flow:
             masks = self.uncut._edges(eqn, bodies)
             return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
         name, masks = eqn.primitive.name, [0] * len(eqn.outvars)
-        if may_not_run(eqn):  # without iterations, a loop returns the initial values of its carry
+        if may_not_run(eqn):  # a loop without iterations returns the initial values of the carry
             for k, i in bodies[-1].carries:
                 masks[k] = 1 << bodies[-1].inputs[i]
         for body in bodies:

@@ -54,7 +54,7 @@ def whole(x: Array, axis: int) -> Array:
 
 
 def like(x: Array, other: Any) -> Array:
-    """Shards x like another array or aval."""
+    """Reshards x so that it has the sharding of another array or aval."""
     wanted = entries(other)
     if entries(x) == wanted:
         return x
@@ -67,7 +67,7 @@ def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     The sharding has one entry per axis. The entries are the entries of the first argument of the
     same shape and, for leading batch axes, of the first argument that is sharded along the axis.
 
-    xs: The shape and entries of each argument.
+    xs: The shape of each argument, and the mesh axes over which each axis is sharded.
     """
     n = len(batch)
     like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
@@ -137,7 +137,7 @@ def _fits(x: Array, axis: int, entry: Any, entries: list[Any], mesh: Any) -> boo
 
 
 def device_count(mesh: Any, entry: Any) -> int:
-    """Returns the number of devices along the mesh axes of an entry."""
+    """Returns the number of devices along the mesh axes in `entry`."""
     return prod(mesh.shape[name] for name in names(entry))
 
 

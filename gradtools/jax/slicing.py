@@ -1,7 +1,7 @@
-"""Slices arrays into chunks and joins outputs, along an axis that may be sharded.
+"""Slices arrays into chunks and concatenates outputs, along an axis that may be sharded.
 
-Interleaved chunks are the columns of a table (rows per chunk, chunks). Rows that do not fit into
-the table are stored after it, one for each of the first chunks.
+Interleaved chunks are the columns of a table of shape (rows per chunk, chunks). Rows that do not
+fit into the table follow the table, one row for each of the first chunks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Split:
         return shardings.placed(rows, self.axis, self.entry)
 
     def stacked(self, first: int, count: int, size: int) -> Array:
-        """Returns chunks first to first + count, along a new axis 0."""
+        """Returns the chunks from `first` to `first + count - 1`, stacked along a new axis 0."""
         axis = self.axis
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size

@@ -1,4 +1,4 @@
-"""Pytrees and dtypes in JAX, for the backend interface.
+"""Functions of pytrees and dtypes in JAX, which implement the backend interface.
 
 Like the pullback of `jax.vjp`, a pullback is a pytree whose leaves are residuals, so it can be
 passed to and returned from jit, scan and custom rules.
@@ -81,12 +81,12 @@ def is_inexact(x: Any) -> bool:
 
 
 def conj(x: Any) -> Any:
-    """Returns the complex conjugate; real arrays are unchanged."""
+    """Returns the complex conjugate of an array. Real arrays are unchanged."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def zeros_of(aval: Any) -> Any:
-    """Returns zeros with an abstract array's shape, dtype, sharding and varying axes."""
+    """Returns zeros with the shape, dtype, sharding and varying axes of an aval."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
     return shardings.varying(zeros, shardings.varies(aval))
 

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that gradtools uses, each with its reason.
+"""The private names of PyTorch that gradtools uses, and the reasons for their use.
 
 `tests/house/test_upstream.py` checks that other modules import private names only from this module.
 `tests/torch/test_upstream.py` tests the names that the tests of the operators do not cover. All
@@ -72,9 +72,10 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap, which `is_grads_batched` uses. `is_legacy_batched` returns whether
-a tensor is batched, `enter_vmap` and `leave_vmap` enter and exit a level and return the number of
-active levels, and `add_batch_axis` and `remove_batch_axis` wrap and unwrap a tensor."""
+"""Functions of the legacy vmap, by which `torch.autograd.grad` implements `is_grads_batched`.
+`is_legacy_batched` returns whether a tensor is batched, `enter_vmap` and `leave_vmap` enter and
+exit a level and return the number of active levels, and `add_batch_axis` and `remove_batch_axis`
+wrap and unwrap a tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
@@ -86,7 +87,8 @@ def enter_forward_level() -> int | None:
     """Enters a level of forward mode. Returns None if a level is active in any thread.
 
     If another thread exits `torch.func.jvp` at the same moment, PyTorch's own function raises an
-    error and leaves a level open; this copy of PyTorch's code closes the level.
+    error without exiting the level that it has entered; this copy of PyTorch's code exits the
+    level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -128,9 +130,9 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
-"""Functions that `torch.autograd.grad` calls. `run_engine` skips argument checks, which take a
-third of the time of a small function's derivative; `engine` also does not set the context variable
-that compiled code reads."""
+"""The functions of autograd's engine that `torch.autograd.grad` calls. `run_engine` skips argument
+checks, which take a third of the time of a small function's derivative; `engine` also does not set
+the context variable that compiled code reads."""
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
@@ -273,7 +275,7 @@ def compiles_here() -> bool:
 
 
 def break_graph(reason: str) -> None:
-    """Causes a graph break in dynamo; the reason appears in its logs."""
+    """Causes a graph break in dynamo. The reason appears in the logs of dynamo."""
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
@@ -304,15 +306,12 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# PyTorch has no public interface for the following operations. Each hack is confined to one module:
-# - `known_errors` matches error messages, since PyTorch's errors have no types.
-# - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
-#   from an error of PyTorch.
-# - `thread_patches` patches classes during a call that modes cannot intercept.
-# - `compiling` installs an import hook, since dynamo identifies marked functions by object and
-#   importing dynamo takes seconds.
-# - `host` registers one operator, since compiled programs contain no Python objects.
-# - `state` reads the memory of Python's and NumPy's random generators, since copying their states
-#   takes longer than a small layer.
-# - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs
-#   once.
+# PyTorch has no public interface for the operations below. Each hack is confined to one module: -
+# `known_errors` matches error messages, since PyTorch's errors have no types. - `code_origin`
+# inspects the instruction that raised an error, to distinguish a user's `raise` from an error of
+# PyTorch. - `thread_patches` patches classes during a call that modes cannot intercept. -
+# `compiling` installs an import hook, since dynamo identifies marked functions by object and
+# importing dynamo takes seconds. - `host` registers one operator, since compiled programs contain
+# no Python objects. - `state` reads the memory of Python's and NumPy's random generators, since
+# copying their states takes longer than a small layer. - `lazy_graphs` removes the hooks of leaves
+# during a second evaluation, so that each hook runs once.

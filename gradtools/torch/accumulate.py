@@ -237,7 +237,7 @@ def is_distributed(x: Any) -> bool:
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
     """Returns a function and its arguments; the call of the function adds g to `p.grad`.
 
-    buffers: The keys of the storages of all gradients.
+    buffers: The storage keys of all gradients (see `storage_key`).
     """
     old = p.grad
     if upstream.storage_key(g) in buffers:
@@ -256,7 +256,7 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
 def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Returns the gradients detached, as autograd stores them in `.grad`.
 
-    Copies all gradients if two of them share memory or entries of a gradient share memory.
+    Copies all gradients if two gradients share memory or entries of a gradient share memory.
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)

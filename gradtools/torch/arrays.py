@@ -1,4 +1,4 @@
-"""Arrays, keys and the array-API namespace in PyTorch.
+"""Conversions of arrays, random keys, and the array-API namespace in PyTorch.
 
 Conversions from NumPy preserve the dtype or raise an error. A key is an int64 tensor of two words.
 Child i of the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
@@ -152,7 +152,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
-    """Converts to an ml_dtypes dtype, or to float32 if ml_dtypes is not installed."""
+    """Converts a tensor to an ml_dtypes array, or to float32 if ml_dtypes is not installed."""
     try:
         import ml_dtypes
     except ImportError:

@@ -1,4 +1,4 @@
-"""Autograd's graph: its nodes, the leaves that a result depends on, and its pullback."""
+"""Reads autograd's graph: nodes, the leaves on which a result depends, and the pullback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
-_parent = itemgetter(0)  # the node of an edge; a comprehension would run Python code per node
+_parent = itemgetter(0)  # the node of an edge; a comprehension would be slower
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
@@ -49,7 +49,7 @@ _UNSPENT = [False]
 
 
 def is_spent(x: Tensor) -> bool:
-    """Returns whether x is the alias of an argument in a finished derivative.
+    """Returns whether x is the alias of an argument in a derivative that has been computed.
 
     After the derivative is computed, the alias is a constant, which is no longer differentiated.
     The attribute `SPENT` of an alias is a list with one flag, which all aliases of the derivative

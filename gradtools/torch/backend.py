@@ -49,12 +49,12 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # wide enough for sums of squares
+}  # dtypes in which sums of squares do not overflow
 _TINY = torch.finfo(torch.float64).tiny
 
 
 class TorchBackend(FrameworkBackend):
-    """`gradtools.backend.Backend` for PyTorch.
+    """Implements `gradtools.backend.Backend` for PyTorch.
 
     The engines and rules are imported with this module. Other members are imported on first access.
     """
@@ -119,8 +119,8 @@ class TorchBackend(FrameworkBackend):
         dtype = _REAL.get(like.dtype, like.dtype)
         if isinstance(x, Tensor):
             return x.to(dtype)
-        # A scalar on the CPU combines with tensors on any device, unlike a scalar on another
-        # device.
+        # The scalar is created on the CPU, because a scalar on the CPU can be combined with tensors
+        # on any device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 
@@ -289,7 +289,7 @@ def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if is_compiling():
-        if function_modes.traced:  # torch.func does not support checkpoint's operator
+        if function_modes.traced:  # torch.func does not support the operator of checkpoint
             return f(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 

@@ -3,8 +3,8 @@
 In the first run inside of torch.func, no graph contains the captured tensors, so the function mode
 `Captured` finds them. Outside of torch.func, `implicit_solution` uses `CapturedInEager`. The
 captured tensors become inputs of the autograd node of f. Whenever f runs again, the mode `Replaced`
-replaces them by these inputs. `Function.apply` bypasses modes; a captured tensor among its
-arguments raises an error.
+replaces the captured tensors by these inputs. `Function.apply` bypasses modes; a captured tensor
+among its arguments raises an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Replaced(TorchFunctionMode):
     """
 
     _before: Replaced | None = None
-    _graph, _within = True, 0  # f's grad mode; open grad-mode contexts of a Function's forward
+    _graph, _within = True, 0  # f's grad mode; number of grad-mode changes in a Function's forward
 
     def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Replaced(TorchFunctionMode):
 
 
 def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Returns a context in which the second tensor of each pair replaces the first."""
+    """Returns a context manager in which the second tensor of each pair replaces the first."""
     if not pairs or torch.compiler.is_compiling():
         return nullcontext()
     originals, others = zip(*pairs, strict=True)
@@ -144,7 +144,7 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # torch.func passes its own wrappers to `autograd.grad`, which must not be replaced.
+        # The wrappers that torch.func passes to `autograd.grad` must not be replaced.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # a property such as shape or T

@@ -41,7 +41,7 @@ def scope(own: bool) -> AbstractContextManager[None]:
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Returns a context that restores the random state on exit."""
+    """Returns a context manager that restores the random state on exit."""
     return restored(Randomness.everywhere({"cuda"} if torch.cuda.is_initialized() else ()))
 
 

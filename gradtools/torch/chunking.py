@@ -115,8 +115,8 @@ class Chunk:
     The method `run` is a function of xs, the tensors among the arguments.
 
     Attributes:
-        after: The carry that f returned.
-        others: The outputs that are not tensors, by position.
+        after: The carry that f returned for this chunk.
+        others: The outputs that are not tensors, as a dictionary from positions to outputs.
     """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
@@ -202,7 +202,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
 def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
-    """Evaluates f as one chunk."""
+    """Evaluates f as a single chunk, which is recomputed in the backward pass."""
     if not recomputes():
         return f(*args, **kwargs)
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
@@ -228,7 +228,7 @@ def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]
 
 
 class _Sums:
-    """Accumulates the outputs of chunks, in place if that is exact.
+    """Accumulates the outputs of chunks, in place if all outputs are plain tensors on the CPU.
 
     weigh: If given, each term is `weigh(w, x)`, where w is a chunk's first output.
     """

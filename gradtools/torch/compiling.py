@@ -1,7 +1,8 @@
 """Configures dynamo without importing it, and detects derivatives that compiled code would lose.
 
-Importing dynamo takes longer than importing the rest of PyTorch, and programs that do not compile
-do not need it. Functions that dynamo must not trace are therefore registered by an import hook.
+Importing dynamo takes longer than importing the rest of PyTorch, and programs without compiled
+functions do not need dynamo. Functions that dynamo must not trace are therefore registered by an
+import hook.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def is_compiling() -> bool:  # dynamo may fold an alias of PyTorch's function to
 
 
 def _with_dynamo(register: Callable[[], Any]) -> None:
-    """Calls `register` once dynamo is loaded, immediately if it is loaded already."""
+    """Calls `register` when dynamo is loaded, or immediately if dynamo is already loaded."""
     if upstream.DYNAMO in sys.modules:
         register()
     else:
@@ -120,7 +121,7 @@ class _WhenDynamoArrives(MetaPathFinder):
             for register in _TO_REGISTER:
                 register()
 
-        loader.exec_module = exec_module  # each module has its own loader
+        loader.exec_module = exec_module  # the loader is a new object for each module
         return spec
 
 
@@ -161,7 +162,7 @@ NO_DOUBLE_BACKWARD = (
 
 @contextmanager
 def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    """Context manager in which the tensors of a closure become constants of a compiled graph."""
     tracing = upstream.TracingContext.try_get() is not None
     mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
     if mode is None:

@@ -65,8 +65,8 @@ def tied(x: Any, function: Callable[..., Any]) -> Any:
     """Returns x with edges to the leaves that a function captures.
 
     The derivatives of x depend on the leaves that the function captures. No gradient flows along
-    the edges, but a derivative at x finds the leaves of an outer derivative through the edges, and
-    keeps its graph.
+    the edges, but a derivative at x finds the leaves of an outer derivative through the edges, so
+    its results are attached to the graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x
@@ -86,7 +86,7 @@ def _is_tracked(x: Any) -> bool:
 
 
 class _Tied(torch.autograd.Function):
-    """Returns its first argument unchanged."""
+    """Returns its first argument unchanged, with edges to the other arguments."""
 
     recorded_as = "identity"
 

@@ -7,8 +7,8 @@
 
 PyTorch differentiates f's own operations; `gradtools.testing.checked` checks the result.
 
-Results are attached to autograd's graph if and only if grad mode is on at entry and they depend on
-a tensor that requires grad. Otherwise the results are detached, and the graph is freed.
+Results are attached to autograd's graph if and only if grad mode is on at entry and the results
+depend on a tensor that requires grad. Otherwise the results are detached, and the graph is freed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _here = _Here()
 
 @only_inlined
 def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """Evaluates fun once; returns the value and the pullback."""
+    """Evaluates fun once, and returns the outputs and the pullback."""
     if torch.compiler.is_dynamo_compiling():
         return _functorch_vjp(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -87,7 +87,7 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 
 @only_inlined
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """Evaluates fun once with dual numbers; returns `(outs, extras, pushed)`.
+    """Evaluates fun once with dual numbers, and returns `(outs, extras, pushed)`.
 
     If the level of forward mode is already active, the pullback is transposed instead. Inside of a
     checkpoint the pullback is also transposed, since the checkpoint's backward pass would otherwise
@@ -105,7 +105,7 @@ def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors,
 
 @only_inlined
 def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
-    """Evaluates fun once; returns `(outs, extras, pushforward)`, by transposing the pullback."""
+    """Evaluates fun once, transposes the pullback, and returns `(outs, extras, pushforward)`."""
     if is_compiling():
         return _functorch_linearize(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -185,7 +185,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     """Evaluates f once at aliases of the leaves, and records a graph.
 
     plain: Whether f runs with `PlainKernels`, as in all second derivatives.
-    keep: Whether grad mode is on at entry.
+    keep: Whether grad mode was on when the operator was called.
     """
     inference = torch.is_inference_mode_enabled()  # grad mode may be on inside of inference mode
     if inference or not torch.is_grad_enabled():
@@ -360,7 +360,8 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
     xs = tuple([unshared(kept(fun, x)) for x in leaves])
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
-    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, but not its value.
+    # Under vmap, PyTorch promotes the dtype of the tangent of a scalar times a Python number, but
+    # not the dtype of the primal value.
     pairs = zip(pushed, outs, strict=True)
     pushed = [t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype) for t, y in pairs]
     return list(outs), list(extras), pushed

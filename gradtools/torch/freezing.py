@@ -108,8 +108,8 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # The forward-mode level is in use, or an operation lacks forward mode. Double
-                # backward raises any other error again.
+                # The level of forward mode is already active, or an operation does not support
+                # forward mode. Double backward raises any other error again.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
@@ -164,7 +164,7 @@ class _Use(Program):
         kernels: The context manager in which later evaluations run.
         changes: The version counters of the parameters, or None if G changes parameters.
         edit: The name of an edit in G that does not support forward mode, or "" if there is none.
-        hooked: Whether G sets hooks on gradients, which do not run in forward mode.
+        hooked: Whether G registers gradient hooks, which do not run in forward mode.
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING
@@ -271,7 +271,7 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """Returns a context in which differentiating with respect to a parameter raises an error."""
+    """Returns a context manager in which the derivative with respect to a parameter raises."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())

@@ -56,7 +56,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # The tangent of PyTorch's own softmax has no derivative. If all scores of a row are masked, the
+    # The jvp of PyTorch's softmax cannot be differentiated. If all scores of a row are masked, the
     # weights of the row are zeros.
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
@@ -270,7 +270,7 @@ def kernels_of(fun: Any) -> AbstractContextManager[Any]:
 
 
 _NOTHING = nullcontext()
-traced: list[bool] = []  # not empty while dynamo traces a function that is differentiated
+traced: list[bool] = []  # has an entry while dynamo traces a function that is differentiated
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:

@@ -31,10 +31,10 @@ def may_have_no_value(x: Tensor) -> bool:
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
     """Returns the levels at which at least one tensor of xs is differentiated.
 
-    The levels are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS`
-    for forward mode outside of functorch. Inside of functorch, tangents of forward mode are not
-    visible, so every floating tensor of xs counts as differentiated if a level of forward mode is
-    active.
+    A level is the number of a functorch level, `OF_AUTOGRAD` for autograd's graph, or
+    `OF_DUAL_NUMBERS` for forward mode outside of functorch. Inside of functorch, tangents of
+    forward mode are not visible, so every floating tensor of xs counts as differentiated if a level
+    of forward mode is active.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None

@@ -1,8 +1,8 @@
 """Host kernels in PyTorch: one custom operator looks up each kernel by its key.
 
 A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
-operator has an implementation for fake tensors and a vmap rule. The surrounding rule defines the
-derivative.
+operator has an implementation for fake tensors and a vmap rule. The derivative is defined by the
+rule that calls the operator.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KernelCalls:
         try:
             for x in args:
                 array = x.numpy()
-                if keeps:  # a copy: the kernel may store the array, and x may change in place
+                if keeps:  # copied: the kernel may store the array, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
                     array = array.view()  # a view that cannot be made writable again

@@ -1,4 +1,4 @@
-"""Lazy graphs: the graph of a derivative at a module is built only in a backward pass.
+"""Lazy graphs: the graph of a derivative with respect to a module is built in a backward pass.
 
     results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 
@@ -110,7 +110,7 @@ class LazyGraph(Program):
     def results(
         self, caller: str, again: Callable[[], Any], results: Any, select: Any = None
     ) -> Any:
-        """Makes a tree of results differentiable with respect to the leaves.
+        """Returns a tree of results that are differentiable with respect to the leaves.
 
         again: A function that recomputes the results as `select(again())`, or as `again()` if
         select is None.

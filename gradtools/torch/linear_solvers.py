@@ -45,7 +45,7 @@ def gmres(matvec: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
             w, V = matvec(basis[-1]), torch.stack(basis)
             h = V @ w
             w = w - h @ V
-            again = V @ w  # orthogonalized twice, for accuracy
+            again = V @ w  # w is orthogonalized twice, for accuracy
             w, h = w - again @ V, h + again
             length = torch.linalg.vector_norm(w)
             zeros = h.new_zeros(min(len(b), _BASIS) - k)

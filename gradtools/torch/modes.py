@@ -37,7 +37,7 @@ def batchings() -> int:
 
 
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
+    """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` under `torch.vmap`.
 
     The graph of a `torch.autograd.Function` that is applied to tensors of the legacy vmap is lost
     when the level ends. The graph of results of `torch.vmap` is not lost.
@@ -85,8 +85,8 @@ def forward_mode() -> Iterator[None]:
     """Acquires a lock on forward mode, since PyTorch has a single level for all threads.
 
     If the lock is not available, `NoForwardMode` is raised. Waiting could deadlock, because the
-    thread that owns the lock may wait for this thread. A caller that catches `NoForwardMode`
-    applies reverse mode twice.
+    thread that owns the lock may wait for this thread. Callers that catch `NoForwardMode` apply
+    reverse mode twice instead.
     """
     if not _FORWARD_MODE.acquire(blocking=False):
         raise NoForwardMode

@@ -1,9 +1,9 @@
-"""Modules as arguments: a module is differentiated with respect to its parameters.
+"""Differentiates functions of modules with respect to the parameters of the modules.
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f receives the user's module itself. Classes, attributes, parameter hooks, outside references to
-parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
+f receives the user's module, not a copy. Classes, attributes, parameter hooks, outside references
+to parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
 dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
 list, a dictionary or a dataclass. The graph of a result is built in the backward pass of the result
 (see `lazy_graphs`).
@@ -116,7 +116,8 @@ class Opened:
 
     Attributes:
         f: The function of the user.
-        args: The arguments, with each differentiated module replaced by its parameters.
+        args: The arguments, in which each differentiated module is replaced by a dictionary of its
+            parameters.
         own: The ids of the modules' parameters, with respect to which the engine differentiates
             without aliases.
         opened_modules: The modules among the arguments.

@@ -3,14 +3,14 @@
 ``torch.func.functional_call`` replaces tensors inside of the shared module, which is a data race if
 several threads call it. Here each call builds a structural copy (`Copy`) instead, whose submodules
 have their own dictionaries with the given parameters and clones of the given buffers. All other
-attributes of the module are shared, including hooks. References of the tree to itself (tied
-tensors, shared submodules, bound methods, lists of weights, plain objects that contain a submodule)
-are replaced by references to the copy. If closures and other objects still read the module's own
-tensors, operations of the call read the given tensors instead. ``make_functional`` makes a first
-copy, and each call of ``apply`` copies the first copy.
+attributes of the module are shared, including hooks. References inside of the module to its own
+tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
+objects) are replaced by references to the copy. If closures and other objects still read the
+module's own tensors, operations of the call read the given tensors instead. ``make_functional``
+makes a first copy, and each call of ``apply`` copies the first copy.
 
-``torch.compile`` cannot trace the construction of copies; it traces ``functional_call`` on another
-private copy instead. ``gradtools.models`` documents the public name.
+``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
+applied to another private copy instead. ``gradtools.models`` documents the public name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SEEDING = threading.RLock()  # the process shares the global random streams
 class ModuleTree:
     """The modules, parameters and buffers of a module and its submodules, without repeats.
 
-    hidden: Modules wrapped by a transformed module (`chunked(module)`).
+    hidden: The modules that are wrapped by transformed modules, such as `chunked(module)`.
     """
 
     modules: dict[nn.Module, str]
@@ -65,7 +65,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleTree:
-        """Collects modules, parameters and buffers in one walk, faster than `named_modules` etc."""
+        """Collects modules, parameters and buffers in a single traversal of the module."""
         tree = cls({}, {}, {}, {})
         tree._walk(module, "", set())
         for part in tree.modules:
@@ -290,7 +290,7 @@ class _Links:
     """Replaces references to tensors and modules of a tree by references to the copy.
 
     Args:
-        own: Maps an object's id to its replacement.
+        own: Maps the id of an object to the replacement of the object.
 
     Attributes:
         copied: For each copied object, three attribute dictionaries: of the object, of the copy

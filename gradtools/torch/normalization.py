@@ -95,7 +95,7 @@ def _by_statistics(
 ) -> Tensor:
     """Normalizes by the statistics of the input in training, otherwise by running statistics.
 
-    how: The arguments of the kernel, starting with `training`.
+    how: The remaining arguments of the kernel: `training`, `momentum`, `eps` and the cuDNN flag.
     """
     training, _, eps, *_ = how
     if not training:
@@ -141,7 +141,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     """Computes (x - mean) / deviation."""
     dtype = x.dtype
-    if dtype in (torch.bfloat16, torch.float16):  # the kernels also compute in float32
+    if dtype in (torch.bfloat16, torch.float16):  # PyTorch's kernels also compute in float32
         x = x.float()
     centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)
@@ -181,4 +181,4 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.instance_norm: partial(_functional, instance_norm, True),
     torch.cdist: cdist,
 }
-"""Maps functions of PyTorch to their replacements."""
+"""Maps functions of PyTorch to functions of this module that replace them."""

@@ -1,8 +1,8 @@
-"""Thread-local marks that identify gradtools' own operations in recordings.
+"""Thread-local marks that identify gradtools' internal operations in recordings.
 
-A recording of a user's program also contains gradtools' own operations. The functions of this
-module mark a `detach` as gradtools' own, with a reason. The class attribute `recorded_as` of a
-Function is its name in recordings.
+A recording of a user's program also contains internal operations of gradtools. The functions of
+this module mark a `detach` as an internal operation, with a reason. The class attribute
+`recorded_as` of a Function is its name in recordings.
 """
 
 from __future__ import annotations

@@ -82,17 +82,17 @@ class Program:
     """A function of tensors that can run again from the random state and buffers of its first run.
 
     Attributes:
-        caller: The name of the operator.
+        caller: The name of the operator, for error messages.
         sources: The tensors that f captures and with respect to which f is differentiated.
         versions: The version counters of the sources.
         maps: The number of vmaps around the first run.
         known: The detached outputs of the first run, or None.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
-        first: The outputs of the first run and their versions, for comparison.
-        call: f on a batch if vmap maps the program, or None.
+        first: Pairs of the outputs of the first run and their version counters, for comparison.
+        call: A function that evaluates f on a batch if the program is mapped by vmap, or None.
         captured: The tensors that are replaced by the first arguments when the program runs.
-        inline: The number of captured tensors that were sources.
+        inline: The number of captured tensors that were sources before `inlined` was called.
         inlines: Whether the sources can be replaced by arguments when the program runs again.
         otherwise: Whether later runs use other operations, whose results differ by rounding.
         pulls: The class of the program that computes the pullback, or None for `Pull`.
@@ -172,13 +172,13 @@ class Program:
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # frees the graph, including leaves that f created
+        del ys, y, sources  # this frees the graph, including leaves that f created
         self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
     def run_first(self, xs: Sequence[Tensor]) -> Tensors:
-        """Runs f in the first pass; subclasses may override this method."""
+        """Runs f in the first pass. Subclasses may override this method."""
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
@@ -204,7 +204,7 @@ class Program:
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
-        """Returns the leaves and captured tensors that the outputs depend on, except `inner`.
+        """Returns the leaves and captured tensors on which the outputs depend, except `inner`.
 
         Returns None if the outputs depend on another tensor that has a graph.
         """
@@ -311,7 +311,7 @@ class Pull(Program):
     """The pullback of a program: a program whose arguments are the arguments and cotangents.
 
     size: The number of arguments of the program `of`.
-    given: Whether each output of the program has a cotangent.
+    given: For each output of the program, whether it has a cotangent.
     wants: For each source and argument, whether its gradient is returned.
     rows: For each vmap over cotangents only, innermost first, the axes of the cotangents, the axis
         of the gradients, and the batch size.
@@ -502,7 +502,8 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple(with_batch_in_front(xs, axes, size)), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as over a Jacobian's rows, shares the random numbers of the first run.
+        # Under a later vmap, such as over the rows of a Jacobian, all examples use the random
+        # numbers of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = with_batch_in_front(inputs[:count], in_dims[2 : 2 + count], size)

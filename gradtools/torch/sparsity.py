@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Tensor:
     """Builds a sparse COO tensor.
 
-    `index` has one row per axis; its columns are sorted and unique.
+    `index` has one row per axis, and the columns of `index` are sorted and unique.
     """
     if levels_of_vmap(values):
         raise GradtoolsError(

@@ -27,8 +27,8 @@ class Transformed(upstream.ModuleLike):
 
     As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike with
     `DataParallel`, the names of parameters are unchanged, so `state_dict` is unchanged as well.
-    Parameters, buffers and submodules are shared through the module's own dictionaries, and methods
-    that a module may override are delegated to the original module.
+    Both modules share the dictionaries of parameters, buffers and submodules. Methods that a module
+    may override are delegated to the original module.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:

@@ -262,7 +262,7 @@ def treedef_of_static(structure: Any) -> Any:
 
 
 def _unflattened_static(structure: Any, leaves: list[Any]) -> Any:
-    """Builds the tree, consuming the leaves from the front of the list."""
+    """Builds the tree, and removes the leaves from the front of the list."""
     if structure == "none":
         return None
     if structure == "leaf":

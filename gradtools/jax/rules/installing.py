@@ -10,9 +10,10 @@ of gradtools support both:
 A rule is *linearized* when it is first differentiated. Linearization determines the residuals of
 the rule's maps, and derives a missing map by transposing the other map. The forward pass of a
 linearized rule also returns residuals that are neither inputs nor outputs (*extras*). An extra is
-differentiated through the code that computed it; an output is differentiated by the rule, at every
-order. The jvp of the maps with respect to their residuals is the jvp of the Python code. Unlike the
-rule of a `custom_jvp`, the rule of a primitive survives scan, cond, remat and jit.
+differentiated through the code that computed the extra. An output is differentiated by the rule, at
+every order. The jvp of the maps with respect to their residuals is the jvp of the Python code.
+Unlike the rule of a `custom_jvp`, the rule of a primitive remains active inside of scan, cond,
+remat and jit.
 
 `primitives` defines the evaluation and batching of each primitive, `linearizing` defines the
 linearization of a rule, and this module defines derivatives and transposes of the primitives.
@@ -66,7 +67,7 @@ from gradtools.rules import Rule, closed_over_error, replaced_at, replaced_where
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """Calls `rule.primal(*xs)`, whose derivatives of all orders are defined by the rule."""
-    arrays = [  # arrays and tracers without a weak type are passed unconverted
+    arrays = [  # arrays and tracers without a weak type are not converted
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
@@ -252,8 +253,8 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     is_lifted = isinstance(rule, TracedRule) and rule.lift is not None
     if is_lifted or rule.origin in local_list("linearizing"):
-        # A linear function that its own rule calls: transposing by the rule would recurse forever,
-        # so the primal's code is transposed.
+        # The rule of a linear function may call the function itself. A transposition by the rule
+        # would then recurse forever, so the code of the primal is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
         run = lambda *moved: eval_primal(*replaced_where(xs, unknown, moved), rule=rule)
         transposed = jax.linear_transpose(run, *likes)

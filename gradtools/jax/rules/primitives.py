@@ -51,10 +51,11 @@ class TracedRule(Rule):
             *extras]`.
         perturbed: If the rule was linearized for some inputs only, a mask of the inputs for which
             the maps are valid; otherwise None.
-        whole: The rule for all inputs, if `perturbed` is given.
-        lift: For a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
-            with lifted maps, and one entry for each of its inputs: the position in `xs`, or the
-            captured array itself.
+        whole: The original rule, which is not linearized, if `perturbed` is given; otherwise None.
+        lift: If the closed-over arrays of the primal were hoisted, but not the closed-over arrays
+            of the maps, a function to call as `lift(xs)`. It returns the rule with hoisted maps and
+            a list with an entry for each input of the returned rule: a position in `xs`, or the
+            captured array.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -160,7 +161,8 @@ def _define(
 ) -> RulePrimitive:
     """Defines a primitive that evaluates `run`.
 
-    outs: The avals of the primitive's results; if None, tracing `run` determines the avals.
+    outs: A function that returns the avals of the results; if None, `run` is traced to determine
+    the avals.
     flow: A function with the same data flow as `run`, or None if all inputs flow to all outputs.
     """
 
@@ -168,8 +170,8 @@ def _define(
         return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
     def traced_outs(*avals: Any, **params: Any) -> list[Any]:
-        # `make_jaxpr`, unlike `eval_shape`, keeps weak types and, under shard_map, the axes over
-        # which a value varies.
+        # Unlike `eval_shape`, `make_jaxpr` returns avals with weak types and, under shard_map, with
+        # the axes over which a value varies.
         return list(jaxpr_of(run, tuple(avals), params).out_avals)
 
     primitive = RulePrimitive(name)
@@ -270,7 +272,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
     def make() -> Rule:
         if not isinstance(rule, TracedRule):
             return batched(rule, lists, x_axes, saved_axes, size)
-        flow, forward, whole = rule.flow, rule.forward, rule.whole  # all extras have the batch axis
+        flow, forward, whole = rule.flow, rule.forward, rule.whole  # all extras are batched
         return batched(
             rule,
             lists,
@@ -300,7 +302,7 @@ def _batching_rule(primitive: RulePrimitive) -> Any:
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
         x_axes: Any = axes
         saved_axes: Any = None
-        if primitive is value_p:  # the values get the batch axis
+        if primitive is value_p:  # the values are batched
             first, last = params["xs"], len(args) - rule.extras
             for i in range(first, last):
                 args[i] = args[i] if axes[i] == 0 else shardings.spread(args[i], size, like)

@@ -73,7 +73,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
-    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, in gradtools' convention."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, conjugated as in gradtools."""
 
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]

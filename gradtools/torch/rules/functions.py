@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BatchedRule(Rule):
-    """A rule with its own batching rule.
+    """A rule with a custom batching rule.
 
     Attributes:
         batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns a rule that is
@@ -55,7 +55,7 @@ class Application:
 
     Attributes:
         rule: The rule.
-        linearized: The rule's linear maps at this evaluation, without arrays.
+        linearized: The linear maps of the rule at this evaluation, without arrays.
         count: The number of outputs, not counting the extras, which follow the outputs.
         pull: The function that computes the backward pass, and can be differentiated.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
@@ -208,7 +208,7 @@ class RuleFunction(torch.autograd.Function):
 class Attached(torch.autograd.Function):
     """Attaches an autograd node to known outputs. Used if no transform or mode is active.
 
-    The method `forward` also sets up the context, which avoids PyTorch's call of `setup_context`.
+    The method `forward` also sets up the context object, so PyTorch does not call `setup_context`.
     """
 
     recorded_as = RULE
@@ -222,7 +222,7 @@ class Attached(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if point.count > 1:
             outs = (*without_aliases(outs[: point.count], xs), *outs[point.count :])
-        else:  # most outputs are new tensors
+        else:  # fast path: most outputs are new tensors
             for x in xs:
                 if upstream.is_alias_of(x, outs[0]):
                     outs = (outs[0].clone(), *outs[1:])
@@ -233,7 +233,7 @@ class Attached(torch.autograd.Function):
         return outs
 
 
-# `Function.apply` without its check for torch.func transforms: `attach((application, outs), *xs)`.
+# `Function.apply` without the check for torch.func transforms: `attach((application, outs), *xs)`.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
 # Otherwise PyTorch would look up `backward` or `vjp` in each call.
 for _kind in (RuleFunction, Attached):

@@ -49,8 +49,8 @@ class Signature:
 
     Attributes:
         specialized: The custom rule, specialized to this structure of arguments.
-        rule: The `Rule` of `specialized`.
-        avals: The shape, dtype and device of each tensor.
+        rule: The `Rule` object of `specialized`.
+        avals: The avals of the tensors: shape, dtype and device.
         likes: The entries of `avals`, with None in place of the avals of integer tensors.
         key: The shape and dtype of each tensor, a key for checks that run once.
         repeats: Whether the forward pass may run again, which requires the states of random

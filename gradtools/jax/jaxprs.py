@@ -99,7 +99,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored to keep ids unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored so that ids stay unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:

@@ -162,7 +162,10 @@ class Chunk:
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
-    """Concatenates the outputs of all chunks. Outputs that are lists are joined to one list."""
+    """Concatenates the outputs of all chunks.
+
+    Outputs that are lists are concatenated to a single list.
+    """
     axes = chunks.outputs.axes
     if axes is None:
         return [y for row in rows for y in row]

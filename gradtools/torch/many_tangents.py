@@ -34,7 +34,7 @@ def jvps(
     """Computes `jvp` along many tangents.
 
     A dual number has one tangent, so each direction needs a separate evaluation; all evaluations
-    start from the same random state and module state.
+    start from the same random state and the same buffers.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested:

@@ -82,7 +82,7 @@ class Randomness:
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """Returns the states of the generators whose later state differs."""
+        """Returns the states of the generators that have a different state in `later`."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -101,7 +101,7 @@ class Randomness:
 def restored(randomness: Randomness | None) -> Iterator[None]:
     """Context manager that sets the given states and restores the previous states on exit.
 
-    The context does nothing if `randomness` is None.
+    Does nothing if `randomness` is None.
     """
     if randomness is None:
         yield
@@ -141,8 +141,8 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
 
-    For Python, also reads the second number of a Gaussian pair, which NumPy stores in its state
-    only.
+    The result for Python also contains the second number of a Gaussian pair. NumPy stores this
+    number only in the state.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next

@@ -77,7 +77,7 @@ class Signature:
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
-        """Calls f itself for arguments that are not differentiated."""
+        """Calls f directly, for arguments that are not differentiated."""
         out = self.specialized.fun(*args)
         is_known = type(out) is Tensor and self.key in self.specialized.values
         ys = [out] if is_known else self.specialized.outputs(args, out, "it")

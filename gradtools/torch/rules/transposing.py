@@ -303,8 +303,8 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
 # --- rules that are applied to the tangents of their own map -------------------------------
 
 Vectors = set[int] | int | None
-"""Identifies the vectors of a map: the ids of these leaves and the torch.func level at which the
-map is traced, or None if no other tensor requires grad."""
+"""Identifies the vectors of a map that is being transposed: in eager code, the ids of the vectors;
+under torch.func, the level at which the map is traced; None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):

@@ -171,5 +171,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right logically; PyTorch's `>>` is arithmetic."""
+    """Applies a logical right shift; the operator `>>` of PyTorch is an arithmetic shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

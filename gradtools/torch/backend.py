@@ -136,7 +136,7 @@ class TorchBackend(FrameworkBackend):
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
         norm = norms[0] if len(norms) == 1 else norm_of(torch.stack(norms))
-        # Zeros stay zero; an infinite entry makes all entries NaN, as in the original dtype.
+        # If all entries are zero, so are the results; an infinite entry makes all results NaN.
         norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
         factor = norm.clamp(max=bound) / norm
         narrow = (torch.float16, torch.bfloat16)

@@ -56,7 +56,10 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """Returns the state of f, or None in export. Rejects wrappers, and warns about batch norm."""
+    """Returns f's state, or None in export.
+
+    Rejects data-parallel wrappers; warns about batch norm.
+    """
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]

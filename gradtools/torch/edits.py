@@ -66,7 +66,7 @@ def tied(x: Any, function: Callable[..., Any]) -> Any:
 
     The derivatives of x depend on the leaves that the function captures. No gradient flows along
     the edges, but a derivative at x finds the leaves of an outer derivative through the edges, so
-    its results are attached to the graph.
+    the results of the derivative are attached to the graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

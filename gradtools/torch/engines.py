@@ -261,7 +261,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """Computes the pushforward as the pullback of the pullback, which is linear."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # the dummies' values are not used
+    with torch.inference_mode(False), torch.enable_grad():  # the primal values are not used
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)

@@ -25,11 +25,11 @@ if _typing.TYPE_CHECKING:
     from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
     xp = _jnp
-else:  # hidden from type checkers, which accept any name if there is a __getattr__
+else:  # hidden from type checkers, which accept any name if a module defines __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """Returns a public name and imports its module on first access."""
+        """Returns the public object with the given name; its module is imported on first access."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

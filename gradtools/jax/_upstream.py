@@ -1,13 +1,13 @@
-"""The undocumented names of JAX that gradtools uses, each with its reason.
+"""The undocumented names of JAX that gradtools uses, and the reasons for their use.
 
-Other modules import these names from this module. Names of `jax._src` are used for the classes of a
-jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing
+Other modules import these names from this module. Private names of `jax._src` are imported for the
+classes of a jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing
 `jax.extend.core` loads all of Pallas, which took half of the time of `import gradtools.jax`; a test
 asserts that both names refer to the same objects. The other names are attributes of equations and
 jaxprs (source line, name of the function), which drawings, formulas and error messages read, and
 the name of one method. All names exist in JAX 0.7.2 to 0.12 unless a docstring states versions.
-Sentences with "If JAX removes" state the effect of a removal.
-`tests/jax/test_upstream.py` tests the names that no operator's test covers.
+Sentences with "If JAX removes" state the effect of a removal. `tests/jax/test_upstream.py` tests
+the names that the tests of the operators do not cover.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class since JAX 0
 
 
 DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
-"""The class of a jaxpr's tracers. If JAX removes this class, each rule's forward pass is traced
-twice."""
+"""The class of the tracers that record a jaxpr. If JAX removes this class, the forward pass of each
+rule is traced twice."""
 
 
 class RulePrimitive(Primitive):
-    """A primitive with several results; JAX's caches refer weakly to its parameter `rule`.
+    """A primitive with several results. JAX's caches refer weakly to the parameter `rule`.
 
     Attributes:
-        gradtools_flow: Maps an equation to the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: Maps an equation to the jaxpr that it evaluates, or None; for `checking`.
+        gradtools_flow: A function, called by `reachability`, that returns the jaxpr of the data
+            flow of an equation, or None.
+        gradtools_program: A function, called by `checking`, that returns the jaxpr that an equation
+            evaluates, or None.
     """
 
     multiple_results = True
@@ -64,11 +66,11 @@ weakly_cached: set[type] = next(
     ),
     set(),
 )
-"""The parameter classes that JAX's caches of equations refer to weakly.
+"""The classes of parameters to which JAX's caches of equations refer weakly.
 
-JAX caches the output types of equations by their parameters (2048 entries). For a rule, strong
-references would keep alive all objects that the user's functions close over. If JAX removes the
-name, these objects stay alive.
+JAX caches the output types of equations by their parameters (2048 entries). Strong references to a
+rule would prevent objects over which the user's functions close from being freed. If JAX removes
+the name, such objects are not freed while they are in the cache.
 """
 
 enable_x64: Any = (
@@ -98,29 +100,30 @@ def stack_of(eqn: Any) -> Sequence[Any]:
 
 
 def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
-    """Yields an equation's name stack, outermost first, and whether each is a `jax.named_scope`.
+    """Yields the entries of an equation's name stack, and whether each is a `jax.named_scope`.
 
-    Names without a scope are transforms: "transpose", "jvp", "vmap". If JAX removes the name stack,
-    drawings have no modules, and `gradient_graph` raises because it cannot distinguish the passes.
+    The first entry is the outermost scope. Entries that are not scopes are transforms: "transpose",
+    "jvp", "vmap". If JAX removes the name stack, drawings have no modules, and `gradient_graph`
+    raises an error because it cannot distinguish the forward pass from the backward pass.
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
 
 
 def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
-    """Returns whether any of the equations has a scope or transform of this name."""
+    """Returns whether at least one equation has a scope or transform of this name."""
     return any(name == scope for eqn in eqns for scope, _ in scopes_of(eqn))
 
 
 def name_of(jaxpr: Any) -> str:
-    """Returns the name of a jaxpr's function, or "", for which drawings show the primitive."""
+    """Returns the name of a jaxpr's function, or "" if the name is unknown."""
     return str(getattr(getattr(jaxpr, "debug_info", None), "func_name", "") or "")
 
 
 def file_of(jaxpr: Any) -> str:
-    """Returns the file and line of a jaxpr's function, if known.
+    """Returns the file and line of a jaxpr's function, or "" if they are unknown.
 
-    If JAX removes the attribute, all functions are considered users' code.
+    If JAX removes the attribute, all functions count as functions of the user.
     """
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
@@ -129,7 +132,7 @@ def file_of(jaxpr: Any) -> str:
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
     """Base class of gradtools' tracers.
 
-    Before JAX 0.10 the constructor takes no `aval`: the type is a property of the class. If JAX
+    Before JAX 0.10 the constructor takes no `aval`: `aval` is a property of the class. If JAX
     renames `_origin_msg`, error messages contain JAX's own text about a tracer's origin.
     """
 
@@ -154,7 +157,7 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 
 
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
-    """Evaluates an equation's primitive at other operands.
+    """Binds the primitive of an equation to other operands.
 
     Since JAX 0.9 `get_bind_params` returns only the parameters; earlier versions also returned
     functions that precede the operands.
@@ -170,8 +173,8 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
     carried: The mask of inputs that have tangents. Some versions of JAX pass a boolean (whether the
         rule is for reverse mode) before the mask.
 
-    Since JAX 0.11 the rule must return another type. Since that version, or if JAX removes the
-    name, JAX linearizes the jvp instead, which is slower in eager code.
+    JAX 0.11 changed the type that the rule must return. With JAX 0.11 and later, or if JAX removes
+    the name, no rule is defined, and JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     if jax.__version_info__ < (0, 11):
@@ -205,20 +208,21 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 def called_by_jax(depth: int) -> bool:
     """Returns whether JAX made the call that is `depth` frames above the calling frame.
 
-    JAX converts the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
-    frame distinguishes a call by JAX from a call by NumPy. Benefit: f may select elements by a
-    condition. Cost: in a build of JAX without frames, f is reported to branch on a value.
+    JAX converts the mask of `x[mask]` by calling `__array__`, which must raise an error if NumPy is
+    the caller; only the stack frame distinguishes a call by JAX from a call by NumPy. Benefit: f
+    may select elements by a condition. Cost: in a build of JAX without frames, f is reported to
+    branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
 
 def is_activation_rule(eqn: Any) -> bool:
-    """Returns whether a comparison comes from jax.nn's derivative of an activation like relu.
+    """Returns whether a comparison is part of the derivative of an activation function of jax.nn.
 
-    At second order this comparison is the only equation left of relu, whose derivative is zero
-    rather than cut; no attribute distinguishes the comparison from a comparison in the user's code.
-    Benefit: `why_zero` reports that relu's derivative is zero. Cost: under jit, where JAX records
-    no stack, `why_zero` reports a cut.
+    The second derivative of relu is zero, and its jaxpr contains only this comparison; no attribute
+    distinguishes the comparison from a comparison in the user's code.
+    Benefit: `why_zero` correctly reports a zero derivative. Cost: under jit, where JAX records
+    no stack, `why_zero` reports a stopped gradient.
     """
     frames = stack_of(eqn)
     of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines them
@@ -233,12 +237,13 @@ def is_activation_rule(eqn: Any) -> bool:
 def with_variables(
     f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
 ) -> FunctionType:
-    """Returns a function with the same code, replacing some of its closure cells and globals.
+    """Returns a function with the same code, in which some closure cells and globals are replaced.
 
     flax raises if a captured module is mutated inside of another trace. Replacing the module by a
-    copy is the only workaround, since another thread may read the function's own cells. Benefit:
-    loops and rules may contain functions that capture modules. Cost: if a function's globals
-    contain a flax module, `global` assignments in the function change a copy of the globals.
+    copy is the only workaround, since another thread may read the closure cells of the original
+    function. Benefit: loops and rules may contain functions that capture modules. Cost: if a
+    function's globals contain a flax module, `global` assignments in the function change a copy of
+    the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

@@ -1,7 +1,7 @@
 """Gradient accumulation in JAX, without side effects: each operator returns a new buffer.
 
-The buffer is a pytree that the user passes on, like an optimizer's state, so these operators run
-under jit and need no lock. `gradtools.accumulate` documents the public names.
+The buffer is a pytree that the user passes from step to step, like the state of an optimizer, so
+the operators run under jit and need no lock. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gradtools.jax.shardings import varies as varies  # used by the accumulator
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Returns the target, with grads added to it (or replacing it) where grads has an entry."""
+    """Returns the target with grads added to its leaves, or with leaves replaced by grads."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
         leaves, treedef = trees.flatten(grads)
-        arrays = [_array(g) for g in leaves]  # None for a non-array, which the check rejects
+        arrays = [_array(g) for g in leaves]  # an entry that is not an array becomes None
         pairs = zip(leaves, arrays, strict=True)
         zeros = [g if array is None else jnp.zeros_like(array) for g, array in pairs]
         target = trees.unflatten(treedef, zeros)
@@ -60,7 +60,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def detached(x: Any) -> jax.Array | None:
-    """Stops the gradient of x and converts it to an array; None if x is not an array."""
+    """Stops the gradient of x and converts x to an array. Returns None if x is not an array."""
     array = _array(x)
     return array if array is None else jnp.asarray(jax.lax.stop_gradient(array))
 
@@ -79,7 +79,10 @@ def over(xs: Any, number: float) -> list[Any]:
 
 
 def current_trace() -> Any:
-    """Returns a key of the current trace; outside of all traces, every thread gets the same key."""
+    """Returns a key of the current trace.
+
+    Outside of all traces, the key is the same in every thread.
+    """
     return get_opaque_trace_state(convention="gradtools")
 
 
@@ -97,9 +100,9 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """Returns `(treedef, sums, weight, dtypes)` over all devices along an axis."""
+    """Returns `(treedef, sums, weight, dtypes)`, summed over all devices along an axis."""
     caller = "GradientAccumulator.mean"
-    if own is None:  # all devices run one program, so nothing was added anywhere
+    if own is None:  # all devices run one program, so nothing was added on any device
         raise GradtoolsError(
             f"{caller}: nothing has been added, so there is no mean. Call add(grads) first."
         )
@@ -118,7 +121,10 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
 
 
 def _array(x: Any) -> jax.Array | None:
-    """Converts x to a JAX array, copying memory that NumPy could change; None for non-arrays."""
+    """Returns x as a JAX array; NumPy arrays are copied.
+
+    Returns None if x is not a numeric array or number.
+    """
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, (np.ndarray, np.generic, int, float, complex)):

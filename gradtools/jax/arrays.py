@@ -1,7 +1,7 @@
-"""Arrays, keys and the array-API namespace of the JAX backend.
+"""Conversions of arrays, random keys, and the array-API namespace in JAX.
 
-Arrays keep NumPy's dtype, or the conversion raises: without x64, JAX would silently narrow float64
-to float32 and seeds to their low 32 bits. Random keys are JAX's typed PRNG keys.
+Conversions preserve the dtype of NumPy or raise an error. Without x64, JAX would silently convert
+float64 to float32 and drop the high bits of seeds. Random keys are JAX's typed PRNG keys.
 
 ``gradtools.arrays`` documents the public names.
 """
@@ -20,21 +20,21 @@ X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
 
 
 class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
-    """Raised if a traced array is converted to NumPy; handled like JAX's own conversion errors."""
+    """Raised if a traced array is converted to NumPy; a subclass of JAX's conversion error."""
 
     def __init__(self, text: str) -> None:
         TypeError.__init__(self, text)
 
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
-    """Converts one array to a JAX array of the same dtype; returns JAX arrays as they are."""
+    """Converts an array to a JAX array of the same dtype. A JAX array is returned unchanged."""
     if isinstance(x, jax.Array):
         return x
     if type(x) in (float, complex):
-        return jnp.asarray(x)  # weakly typed: an operation uses the other operand's dtype
+        return jnp.asarray(x)  # weakly typed: operations use the dtype of the other operand
     array = as_numpy(x)
     dtype = array.dtype.newbyteorder("=")
-    if is_plain(x):  # JAX's dtype for a Python number of this kind
+    if is_plain(x):  # the default dtype of JAX for a Python number of this kind
         wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
         dtype = jax.dtypes.canonicalize_dtype(wide[dtype.kind])
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -50,7 +50,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Copies one array to NumPy. See ``gradtools.arrays``."""
+    """Copies an array to a NumPy array. See ``gradtools.arrays``."""
     if isinstance(x, jax.core.Tracer):
         raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
@@ -85,13 +85,13 @@ def split_key(key: jax.Array, n: int = 2) -> jax.Array:
 
 
 def fold_in(key: jax.Array, index: Any) -> jax.Array:
-    """Returns the key at an index, which may be traced."""
+    """Returns the key that is derived from `key` and an index, which may be traced."""
     check_key("chunked", key)
     return jax.random.fold_in(key, index)
 
 
 def check_key(caller: str, key: Any) -> None:
-    """Raises unless ``key`` is one key; old-style keys of two words are accepted."""
+    """Raises an error if ``key`` is not a single key, typed or old-style (two uint32 words)."""
     if isinstance(key, jax.Array):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == np.uint32):

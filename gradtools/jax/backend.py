@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class JaxBackend(FrameworkBackend):
-    """`gradtools.backend.Backend` for JAX.
+    """Implements `gradtools.backend.Backend` for JAX.
 
-    This module imports the engines and rules; other members are imported on first access.
+    The engines and rules are imported with this module. Other members are imported on first access.
     """
 
     name, package = "jax", "gradtools.jax"
@@ -57,7 +57,10 @@ class JaxBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        """Returns an array, weakly typed for a Python float or complex; integers are unchanged."""
+        """Converts x to an array, weakly typed for a Python float or complex.
+
+        Integers are unchanged.
+        """
         if isinstance(x, float | complex) or hasattr(x, "__array__"):
             return jnp.asarray(x)
         return x
@@ -101,7 +104,7 @@ class JaxBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        with suppress(*READS_A_VALUE):  # fun's result is known only for concrete arguments
+        with suppress(*READS_A_VALUE):  # fun needs the values of its arguments
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def no_tangent(self, x: Any) -> Any:
@@ -153,7 +156,7 @@ class JaxBackend(FrameworkBackend):
     stop_gradient = staticmethod(jax.lax.stop_gradient)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """Calls `f(args)`; under a trace, an f that needs NumPy runs in a `pure_callback`."""
+        """Calls `f(args)`. If f converts a tracer to NumPy, f runs in a `pure_callback` instead."""
         try:
             return f(args)
         except jax.errors.TracerArrayConversionError:
@@ -198,4 +201,4 @@ class JaxBackend(FrameworkBackend):
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
-_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches once
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches one program

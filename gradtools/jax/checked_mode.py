@@ -1,4 +1,4 @@
-"""Implements `gradtools.testing.checked` in JAX: evaluates f's jaxpr with stopped values fixed.
+"""Implements `gradtools.testing.checked` in JAX: evaluates f's jaxpr with fixed stopped values.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
 later runs. Edits are identities. A name scope marks the `stop_gradient` equations of gradtools
@@ -32,7 +32,7 @@ def scope(own: bool) -> AbstractContextManager[Any]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Restores the random streams of Python and NumPy."""
+    """Context manager that restores the random states of Python and NumPy on exit."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that f may use
     try:
         yield
@@ -54,7 +54,7 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the values of xs and the mask of differentiated xs; both are empty under a trace."""
+    """Yields the values of xs and the mask of differentiated xs, or empty lists under a trace."""
     values = list(xs)
     for i, x in enumerate(xs):
         while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
@@ -69,7 +69,7 @@ def native(xs: Sequence[Any]) -> Iterator[Any]:
 
 
 class HeldProgram(CheckedProgram):
-    """Runs f again at other points, with stopped values held fixed."""
+    """Runs f again at other points; results of `stop_gradient` are the values of the first run."""
 
     half = sys.modules[__name__]
 
@@ -82,7 +82,7 @@ class HeldProgram(CheckedProgram):
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values, so stopped values are not recorded
+            except jax.errors.JAXTypeError:  # f reads values, so stopped values cannot be recorded
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values
@@ -98,7 +98,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """In the first run, records a value that f stops; in later runs, returns that value."""
+        """Records an argument of `stop_gradient` in the first run; later runs return that value."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)
@@ -120,7 +120,7 @@ class HeldProgram(CheckedProgram):
         return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
-        """Records the precision and the stopped gradients of an operation that is not inlined."""
+        """Updates `eps`, counts stopped gradients inside of the equation and records outputs."""
         if self.recorded is None:
             self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
@@ -129,7 +129,7 @@ class HeldProgram(CheckedProgram):
 
 
 def _is_own(e: Any) -> bool:
-    """Returns whether an equation belongs to gradtools itself, by the equation's name stack."""
+    """Returns whether an equation was created by gradtools, according to its name stack."""
     scopes = str(e.source_info.name_stack)
     return scopes.rfind(_OWN) > scopes.rfind(_USER)
 

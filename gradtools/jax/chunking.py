@@ -1,10 +1,11 @@
-"""Chunks in JAX run as a scan, whose body is rematerialized in the backward pass.
+"""Runs chunks as a `jax.lax.scan`, whose body is rematerialized in the backward pass.
 
     first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
-Consecutive chunks of equal shapes form a run, which is one scan; f is traced once for each shape of
-a chunk. The body slices the batch by the chunk's index, so scans do not copy the batch.
+Consecutive chunks of equal shapes form a run, which is evaluated by one scan. f is traced once for
+each shape of a chunk. The body slices the batch at the index of the chunk, so a scan does not copy
+the batch.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ from gradtools.jax.slicing import Split, joined, routed
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
-    """Returns the output leaves, joined or of each chunk, and the final carry."""
+    """Returns the output leaves (concatenated, or separate for each chunk) and the final carry."""
     return _compiled_steps(chunks, _run_steps)
 
 
 def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
-    """Sums the output leaves over chunks, without rematerialization; returns sums and carry."""
+    """Returns the sums of the output leaves over chunks, and the carry.
+
+    The chunks are not rematerialized in the backward pass.
+    """
     return _compiled_steps(chunks, _sum_steps)
 
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
-    """Calls `program(steps, carry)`, compiled once; writes the state of f's modules."""
+    """Compiles and calls `program(steps, carry)`, and writes the new state to the modules of f."""
     steps, carry = _Steps(chunks), [asarray(x) for x in chunks.carry]
     carry += [] if steps.modules is None else map(jnp.asarray, steps.modules.leaves)
     outs, carry = run_compiled(partial(program, steps), [_constant(x) for x in carry])
@@ -52,16 +56,17 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Joins the outputs of all chunks and returns the last carry; each run of chunks is a scan."""
+    """Runs all chunks, and returns the concatenated outputs and the last carry."""
     chunks = steps.chunks
     steps.refuse_shared_draws(carry)
     advance, parts = _progress(chunks), []
     for run in steps.runs():
         many: Any = steps.of(0)
-        if chunks.cut.count != 1:  # recomputing a single chunk saves no memory
+        if chunks.cut.count != 1:  # recomputation of a single chunk saves no memory
             step = steps.traced(run.kind, carry)
             refuse_to_repeat("chunked", step.program.jaxpr)
-            # XLA does not merge two loops' bodies: only code outside of loops needs a CSE barrier.
+            # XLA does not merge the bodies of two loops, so only code outside of loops needs a CSE
+            # barrier.
             many = rematerialized(step.summing_widely(), prevent_cse=run.count == 1)
             carry = step.widened(carry)
 
@@ -114,7 +119,7 @@ def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Arr
 
 
 class _ChunkRun(NamedTuple):
-    """Consecutive chunks of the same kind; their number may be symbolic."""
+    """Consecutive chunks of the same kind. The number of chunks may be symbolic."""
 
     kind: int
     first: int
@@ -123,11 +128,11 @@ class _ChunkRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
-    """Applies f to chunks of one shape; f is traced once and evaluated from its jaxpr."""
+    """Applies f to chunks of one shape. f is traced once, and its jaxpr is evaluated."""
 
     program: jaxprs.TracedProgram
     consts: list[Any]
-    slots: list[Any]  # a float32 array for each 16-bit constant, which receives its cotangent
+    slots: list[Any]  # for each 16-bit constant, a float32 array to which the cotangent is routed
     outs: int  # the number of output leaves, which precede the carry
 
     def __call__(self, *args: Any) -> Any:
@@ -137,23 +142,23 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Adds slots for the cotangents of 16-bit constants, which a scan then sums in float32."""
+        """Adds float32 slots, in which a scan sums the cotangents of 16-bit constants."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
         return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to its type after a step, because a scan's carry must keep its type."""
+        """Promotes a carry to its type after a step, because the type of a carry is fixed."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 
 
 class _Steps:
-    """The chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
+    """Represents the chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
 
-    slots: One array for each inexact split array, which receives the chunk's cotangents.
-    lists: The arrays in the chunk's slices of lists.
+    slots: One array for each inexact split array, to which the cotangents of the chunk are routed.
+    lists: The arrays in the slices of the lists that belong to the chunk.
 
     Attributes:
         kinds: An integer for each chunk, equal for chunks of equal structure and shapes.
@@ -177,7 +182,10 @@ class _Steps:
         self._traced: dict[Any, _ChunkProgram] = {}
 
     def runs(self) -> Iterator[_ChunkRun]:
-        """Yields the runs of the call. If the batch size is symbolic, all chunks form one run."""
+        """Yields groups of consecutive chunks of the same kind.
+
+        If the batch size is symbolic, all chunks form one group.
+        """
         if self.chunks.cut.is_symbolic:
             yield _ChunkRun(0, 0, self.chunks.cut.count)
             return
@@ -186,7 +194,10 @@ class _Steps:
             yield _ChunkRun(kind, first, 1 + len(others))
 
     def over(self, run: _ChunkRun, body: Any, carry: Any) -> tuple[Any, list[Array]]:
-        """Returns the carry and stacked outputs of `body(carry, inputs)` over a run's chunks."""
+        """Runs `body(carry, inputs)` for the chunks of a run.
+
+        Returns the carry and stacked outputs.
+        """
         if run.count != 1:
             return jax.lax.scan(body, carry, self.stacked(run))
         # `eval_jaxpr` returns constants as Python numbers
@@ -194,7 +205,7 @@ class _Steps:
         return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
-        """Traces the function of a kind of chunk to a jaxpr that a scan can repeat."""
+        """Traces the function that evaluates chunks of a kind to a jaxpr, the body of a scan."""
         key = kind, *map(varies, carry)
         if key not in self._traced:
             number = self.kinds.index(kind)
@@ -209,10 +220,10 @@ class _Steps:
         return self._traced[key]
 
     def refuse_shared_draws(self, carry: list[Array]) -> None:
-        """Raises if f draws random numbers per example with a key that all chunks share.
+        """Raises an error if f draws random numbers per example with a key that chunks share.
 
-        Draws that do not depend on the examples, such as a mask of weights, are allowed: they have
-        the same shape at other chunk sizes.
+        Random numbers that do not depend on the examples, such as a mask of weights, are allowed.
+        Such random numbers have the same shape for other chunk sizes.
         """
         chunks = self.chunks
         if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):
@@ -227,7 +238,7 @@ class _Steps:
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:
-        """Returns a chunk's random draws whose keys do not depend on the chunk's index."""
+        """Returns the random draws of a chunk whose keys do not depend on the chunk index."""
         return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
@@ -272,7 +283,10 @@ def _is_array(x: Any) -> bool:
 
 
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
-    """Returns the new carry leaf; raises if its shape or dtype differs from the old leaf's."""
+    """Returns the new carry leaf.
+
+    Raises an error if its shape or dtype differs from the old leaf.
+    """
     new = jnp.asarray(new)
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:
         new = jax.lax.convert_element_type(new, old.dtype)
@@ -288,7 +302,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
 
 
 def _constant(x: Array) -> Array:
-    """Returns x without derivative and weak type, because a scan's carry must keep its type."""
+    """Stops the gradient of x and removes the weak type, since the type of a carry is fixed."""
     return jax.lax.stop_gradient(_strong(x))
 
 
@@ -297,7 +311,7 @@ def _strong(x: Array) -> Array:
 
 
 def _promoted(x: Array, aval: Any) -> Array:
-    """Casts x to the varying axes and the sharding of `aval`."""
+    """Casts x to the varying mesh axes and the sharding of `aval`."""
     return shardings.like(varying(x, varies(aval)), aval)
 
 
@@ -305,11 +319,11 @@ def _promoted(x: Array, aval: Any) -> Array:
 
 
 def _progress(chunks: Chunks) -> Callable[[Any], Any]:
-    """Returns a function that returns a chunk's index and advances the progress bar."""
+    """Returns an identity function of the chunk index that also advances the progress bar."""
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
-    shown = [progress_bar(count)]  # raises early if tqdm is missing
+    shown = [progress_bar(count)]  # raises an error immediately if tqdm is missing
 
     def move(index: Any) -> None:
         if not shown:

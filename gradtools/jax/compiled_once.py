@@ -1,13 +1,13 @@
-"""Compilation cache for programs that eager code rebuilds at every call.
+"""Caches the compilation of programs that eager code traces again in every call.
 
-JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its body, and an
-operator builds a new body from the user's function at each call. The function is traced at each
-call, since the values that it reads may have changed, and programs with equal equations share one
-compilation. Captured arrays are arguments of the program, so the cache does not keep arrays alive.
+JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its function, but
+an operator creates a new function in each call. The user's function is traced in each call, since
+the values that it reads may have changed, and programs with equal equations share one compilation.
+Captured arrays are arguments of the program, so the cache does not reference arrays.
 
-A program with a user's rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled at each call,
-because the rule runs later and may read other values. For a function of JAX with a rule, such as
-`jax.nn.relu`, the equations of its pullback are part of the key.
+A program with a rule of the user (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
+call, because the code of the rule runs later and may read other values. For a function of JAX with
+a rule, such as `jax.nn.relu`, the equations of its pullback are part of the key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but n
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
-    """Calls `program(*args)`, compiled once; does not compile a program that reads array values."""
+    """Compiles and calls `program(*args)`.
+
+    A program that reads the values of arrays is called without compilation.
+    """
     try:
         made, consts = traced(program, *args)
     except READS_A_VALUE:
@@ -45,8 +48,11 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
 
 
 def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
-    """Returns `derive(run)` of a program `run(consts, xs)`; the same object for equal programs."""
-    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # since JAX 0.12 a jaxpr keeps its arrays
+    """Returns `derive(run)`, where `run(consts, xs)` evaluates the jaxpr.
+
+    The same object is returned for equal jaxprs.
+    """
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # a jaxpr of JAX 0.12 references its arrays
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
     except TypeError:  # not comparable or not hashable
@@ -55,7 +61,7 @@ def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
 
 @dataclass(frozen=True)
 class _Program:
-    """A jaxpr as a function of constants and inputs; programs with equal equations are equal."""
+    """A jaxpr as a function of constants and inputs. Programs with equal equations are equal."""
 
     key: Hashable
     jaxpr: Jaxpr = field(compare=False)
@@ -70,7 +76,7 @@ def _derived(program: _Program, derive: Callable[..., Any]) -> Any:
 
 
 def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
-    """Returns a hashable form of a jaxpr, up to the names of its variables.
+    """Returns a hashable form of a jaxpr that does not depend on the names of variables.
 
     of_rule: Whether the jaxpr is the pullback of a rule, which must not contain another rule.
     """
@@ -96,9 +102,10 @@ def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
 
 
 def _value(x: Any) -> Hashable:
-    """Returns a hashable form of an equation's parameter; equal forms have the same effect.
+    """Returns a hashable form of a parameter of an equation.
 
-    Raises TypeError for large arrays and for functions with a closure.
+    Parameters with equal forms have the same effect. Raises TypeError for large arrays and for
+    functions with a closure.
     """
     if isinstance(x, dict):
         return tuple([(k, _value(v)) for k, v in x.items()])
@@ -126,7 +133,7 @@ def _is_of_jax(eqn: Eqn) -> bool:
 
 
 def _key_of_rule(eqn: Eqn) -> Hashable:
-    """Returns the key of the pullback of a function with a rule."""
+    """Returns a hashable form of the pullback of a function with a rule."""
     given = lambda ys: [jnp.ones_like(y) if is_inexact(y) else None for y in ys]
     pulled = lambda *xs: pull(lambda *xs: jaxprs.bound(eqn, xs), xs, given)
     closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])

@@ -1,9 +1,9 @@
-"""Computes vjp, jvp and linearize in JAX, and determines which arguments reach the output.
+"""Computes vjp, jvp and linearize in JAX, and determines on which arguments the output depends.
 
-JAX computes the derivatives; this module conjugates JAX's pullback.
-The module `reachability` determines from f's jaxpr which arguments reach the output. Under a trace,
-f is traced to a jaxpr, and the jaxpr is differentiated. At concrete arrays f itself is
-differentiated; f is traced again if the gradient of a whole argument is zero.
+JAX computes the derivatives, and this module conjugates the pullback of JAX. The module
+`reachability` determines from the jaxpr of f on which arguments the output depends. Under a trace,
+f is traced to a jaxpr, and the jaxpr is differentiated. At concrete arrays, f is differentiated
+directly, and f is traced only if the gradient of a whole argument is zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """Evaluates fun once; the pullback returns None for a leaf that does not reach the output."""
+    """Evaluates fun once. The pullback returns None for a leaf on which no output depends."""
     caller, in_trace = _caller(fun), reachability.within_a_trace() or not all_known(leaves)
     with explained(caller):
         traced = _traced(fun, leaves) if in_trace and groups is not None else None
@@ -35,7 +35,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
         outs, native, extras = jax.vjp(run, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
-    likes = [jax.typeof(y) for y in outs]  # the pullback must not keep arrays alive
+    likes = [jax.typeof(y) for y in outs]  # the pullback must not reference the outputs
 
     def pulled(native: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
@@ -48,7 +48,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return evaluation
 
     def of_connected(cts: Sequence[Array | None]) -> list[Array | None]:
-        """Traces fun if the gradients of a whole group of concrete arrays are zero."""
+        """Computes gradients. Traces fun if the gradients of a whole group of leaves are zero."""
         grads, ends, known = pullback(cts), [*accumulate(groups)], traced
         if known is None:
             parts = [grads[end - n : end] for end, n in zip(ends, groups, strict=True)]
@@ -59,9 +59,9 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             evaluation.checked = False
             return list(grads)
         jaxpr = known[0].jaxpr
-        # also finds derivatives in cached jits
+        # this search also finds derivatives inside of cached jits
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # the only inputs are the leaves
+        closed = ClosedJaxpr(jaxpr, known[1])  # the leaves are the only inputs
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
@@ -70,7 +70,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
 
 
 def _mark_passed(leaves: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Adds an equation to the name scope for each traced leaf that is also an output."""
+    """Adds an equation in the current name scope for each traced leaf that is also an output."""
     passed = {id(y) for y in outs if isinstance(y, jax.core.Tracer)}
     _ = [-x for x in leaves if id(x) in passed]
 
@@ -87,7 +87,7 @@ def jvp(
 def jvps(
     fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
 ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-    """Computes `jvp` along many tangents by vmap, with unbatched outputs."""
+    """Computes `jvp` along many tangents by vmap. The primal outputs are not batched."""
     if len(many) == 1:
         outs, extras, pushed = jvp(fun, leaves, many[0])
         return outs, extras, [pushed]
@@ -100,7 +100,10 @@ def jvps(
 def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-    """Returns `(outs, extras, pushforward)`; the pushforward raises for reverse-only rules."""
+    """Returns `(outs, extras, pushforward)`.
+
+    For reverse-only rules, pushforward raises an error.
+    """
     with explained("linearize"), jax.named_scope(DERIVATIVE_SCOPE):
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
@@ -113,7 +116,7 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 
 def stage(fun: Fun, leaves: list[Array]) -> Staged:
-    """Traces the function to a jaxpr, and reads properties from the jaxpr."""
+    """Traces the function to a jaxpr, and determines the mode in which to differentiate it."""
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)
@@ -137,7 +140,7 @@ def _caller(fun: Fun, default: str = "vjp") -> str:
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.TracedProgram, list[Any]] | None:
-    """Traces fun to a jaxpr; returns None if fun branches on values or calls NumPy."""
+    """Traces fun to a jaxpr. Returns None if fun branches on values or calls NumPy."""
     try:
         return jaxprs.traced(fun, *leaves)
     except _UNTRACEABLE:

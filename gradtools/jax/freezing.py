@@ -1,8 +1,8 @@
-"""A frozen function in JAX is a rule whose pullback is also a rule.
+"""Implements `frozen` in JAX by a rule whose pullback is also a rule.
 
-Only the pullback reads the residuals of the first evaluation: a second derivative recomputes from
-the arguments. Differentiating a first derivative therefore stores only arguments and cotangents,
-independently of the depth of G.
+Only the pullback reads the residuals of the first evaluation. A second derivative recomputes all
+values from the arguments. Differentiating a first derivative therefore stores only arguments and
+cotangents, independently of the depth of G.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
     call = replace(whole.call, f=modules or whole.call.f)
-    # A compiled program keeps the rule, which must not contain tracers.
+    # A compiled program references the rule, which must not contain tracers.
     rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -69,19 +69,20 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
 
 
 class _TracedOnce:
-    """A function of flat arrays whose Python code runs once for all derivatives.
+    """A function of flat arrays that is traced once for all derivatives.
 
-    Each derivative evaluates the jaxpr again, since retracing would take exponential time in nested
-    frozen functions. At other avals, such as arrays that vary over a mesh, the function itself
-    runs.
+    Each derivative evaluates the jaxpr. To trace the function again for each derivative would take
+    exponential time in nested frozen functions. For arguments with other avals, such as arrays that
+    vary over a mesh, the function itself is called.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
         self.program, self.consts = traced(fun, *xs)
         self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
-        # The arrays that the program closes over, if none is a tracer. The program's last inputs
-        # are these arrays, so compiled code stores them once for all derivatives.
+        # The arrays that the program closes over, or an empty list if one of the arrays is a
+        # tracer. The captured arrays are the last inputs of the program, so compiled code stores
+        # them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
@@ -99,7 +100,7 @@ def _is_plain(x: Any) -> bool:
 
 
 class _Use:
-    """One evaluation of a frozen function of flat arrays; the first `count` arrays are inexact."""
+    """A call of a frozen function of flat arrays. The first `count` arrays are inexact."""
 
     def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)
@@ -123,7 +124,7 @@ class _Use:
         return lambda *moved: self.fun(*moved, *xs[self.count :])
 
     def linearize(self, *xs: Array) -> Linearized:
-        """Evaluates G; the residuals of the pullback are extras."""
+        """Evaluates G, and returns the linear maps. The residuals of the pullback are extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         with explained(self.caller):
             ys, native = jax.vjp(self.at(fixed), *fixed[: self.count])
@@ -145,12 +146,12 @@ class _Use:
         return Linearized(ys, left, saves, tangent, cotangent)
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """Applies the pullback, which is recomputed from the arguments."""
+        """Applies the pullback of G. The residuals are recomputed from the arguments."""
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Returns whether G contains a primitive of these names; True if G cannot be traced."""
+        """Returns whether G contains a primitive of these names, or True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return holds(self.fun.program.jaxpr, *names)
         try:
@@ -159,9 +160,9 @@ class _Use:
             return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """Describes a custom_vjp in G, which lacks forward mode; None if no tangent depends on it.
+        """Describes a custom_vjp in G on which a tangent depends, or returns None if there is none.
 
-        Raises an error if the custom_vjp is an edit.
+        A custom_vjp does not support forward mode. Raises an error if the custom_vjp is an edit.
         """
         if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
@@ -179,14 +180,15 @@ class _Use:
 def _pullback(
     use: _Use, inputs: int, treedef: Any, likes: Sequence[Any], mask: Sequence[bool]
 ) -> Rule:
-    """Returns the pullback as a rule from (arguments, residuals, cotangents) to cotangents.
+    """Returns the pullback as a rule that maps (arguments, residuals, cotangents) to cotangents.
 
     Args:
         use: The frozen function.
-        inputs: The number of the frozen function's arguments.
-        treedef: The structure of JAX's pullback, whose leaves are the residuals.
+        inputs: The number of arguments of the frozen function.
+        treedef: The treedef of the pullback that `jax.vjp` returned, whose leaves are the
+            residuals.
         likes: The avals of the outputs.
-        mask: The outputs whose cotangents are given.
+        mask: For each output, whether its cotangent is given.
     """
     count, stop = use.count, inputs + treedef.num_leaves
 
@@ -208,14 +210,14 @@ def _pullback(
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        """Pulls `us` back to the arguments and to the cotangents."""
+        """Computes the cotangents of the arguments and of the cotangents, given `us`."""
         xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:
             try:
                 both = in_forward_mode(xs, cts, us)
             except TypeError as error:
-                # JAX fails for a symbolic zero tangent of a linear solve.
+                # JAX raises an error for a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"
@@ -229,7 +231,7 @@ def _pullback(
         return [*both[:count], *([None] * (stop - count)), *both[count:]]
 
     def in_forward_mode(xs: Entries, cts: Entries, us: Entries) -> list[Any]:
-        """Computes tangents of the pullback and, for the given cotangents, of the outputs."""
+        """Computes tangents of the pullback and of the outputs whose cotangents are given."""
 
         def run(*moved: Array) -> list[Any]:
             values: list[Any] = []

@@ -13,19 +13,19 @@ from gradtools.jax.shardings import names, varies, varying
 
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
-    """Gathers all devices' rows along axis 0; the derivative is the adjoint, a sum-scatter."""
+    """Concatenates the rows of all devices along axis 0. The transpose is a reduce-scatter."""
     check_axis("all_gather", axis_name, group)
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
 
 
 def sum_over_ranks(xs: Sequence[Any], axis_name: Any) -> list[Any]:
-    """Sums arrays over the devices of an axis."""
+    """Sums arrays over the devices along a named axis."""
     axes = frozenset(names(axis_name)) & tracked_axes(axis_name)
     return [jax.lax.psum(varying(jnp.asarray(x), axes), axis_name) for x in xs]
 
 
 def tracked_axes(axis_name: Any) -> frozenset[Any]:
-    """Returns the axes along which types track varying values, as in shard_map with check_vma."""
+    """Returns the axes for which types record whether values vary (shard_map with check_vma)."""
     return frozenset().union(*[varies(jax.lax.axis_index(name)) for name in names(axis_name)])
 
 

@@ -4,11 +4,12 @@ On concrete arrays the kernel is called directly, so its exceptions propagate un
 the primitive is bound again with an additional leading batch axis. The primitive has no derivative;
 the module `host_functions` wraps the primitive in a rule.
 
-A result with the shape of an argument is sharded like that argument. Batch axes are sharded like
-the batch. All other results are replicated on the arguments' devices.
+A result with the shape of an argument is sharded like that argument. Batch axes of results are
+sharded like the batch axes of the arguments. All other results are replicated on the arguments'
+devices.
 
-A callback must not call JAX: the program and the callback would wait for each other
-(a deadlock, observed on the CPU). Kernels therefore run with JAX's execution disallowed.
+A callback must not call JAX: the program and the callback would wait for each other (a deadlock,
+observed on the CPU). JAX is therefore not allowed to execute programs while a kernel runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gradtools.jax.known_errors import CALLS_JAX, says
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
-    """Returns the kernel's results; raises if JAX would silently narrow a result's dtype."""
+    """Calls the host kernel. Raises an error if JAX does not support the dtype of a result."""
     expected = call.results_of(xs)
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
@@ -68,7 +69,7 @@ def _run(
 
 
 def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
-    """Returns results on the devices to which the arguments are committed."""
+    """Calls the kernel. The results are on the devices to which the arguments are committed."""
     committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
     sets = [x.sharding.device_set for x in committed]
     other = next((devices for devices in sets if devices != sets[0]), None)
@@ -102,11 +103,11 @@ def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list
 
 def _abstract(*xs: Any, **params: Any) -> list[Any]:
     def staged(*xs: Any) -> list[Any]:
-        """Returns results typed as varying over all mesh axes over which an input varies."""
+        """Stages the callback. The results vary over each mesh axis over which an input varies."""
         axes = frozenset().union(*map(shardings.varies, xs))
         return [shardings.varying(y, axes) for y in _staged(*xs, **params)]
 
-    # `make_jaxpr` keeps, under shard_map, the axes over which a value varies.
+    # Under shard_map, the output types of `make_jaxpr` contain the axes over which a value varies.
     return list(jax.make_jaxpr(staged)(*xs).out_avals)
 
 

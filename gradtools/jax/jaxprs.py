@@ -1,4 +1,4 @@
-"""Utilities for jaxprs: inner jaxprs of an equation, variables it writes, dead-code elimination.
+"""Utilities for jaxprs: tracing, interpretation, inner jaxprs and dead-code elimination.
 
 Only this module lists the primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` reads the data flow.
@@ -25,12 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class TracedProgram:
-    """A traced function of pytrees of arrays; the arrays that it closes over are arguments.
+    """A traced function of pytrees of arrays. Closed-over arrays are passed as arguments.
 
     Attributes:
-        jaxpr: The open jaxpr, whose constants are variables.
-        treedef: The structure of the output.
-        avals: The types of the output's leaves.
+        jaxpr: The open jaxpr, in which constants are variables.
+        treedef: The treedef of the output.
+        avals: The avals of the output leaves.
     """
 
     jaxpr: Jaxpr
@@ -53,13 +53,13 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 
 def own(x: Any) -> Any:
-    """Copies NumPy arrays; returns other values unchanged."""
+    """Converts a NumPy array to a JAX array in new memory. Other values are returned unchanged."""
     # In a trace `jnp.array(x)` would share x's memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the jaxpr inside a ClosedJaxpr; both types are the same since JAX 0.12."""
+    """Returns the jaxpr inside of a ClosedJaxpr. Since JAX 0.12, both types are the same class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -85,7 +85,7 @@ def is_ref(var: Any) -> bool:
 
 
 def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Returns which of the values are floating or complex."""
+    """Returns, for each variable, whether it is floating or complex."""
     return [*map(is_inexact, variables)]
 
 
@@ -95,11 +95,11 @@ def targets(eqn: Eqn) -> list[Any]:
 
 
 def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
-    """Yields the equations at any depth; each sub-jaxpr is read once.
+    """Yields the equations at any depth. Each sub-jaxpr is visited once.
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored to keep ids unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored so that ids stay unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:
@@ -114,7 +114,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
 
 def holds(jaxpr: Jaxpr, *names: str) -> bool:
-    """Returns whether a jaxpr contains any of the given primitives, at any depth."""
+    """Returns whether a jaxpr contains at least one of the given primitives, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
@@ -133,8 +133,8 @@ def interpreted(
 ) -> list[Any]:
     """Interprets a jaxpr abstractly: computes abstract outputs from abstract inputs.
 
-    step: `step(index, eqn, operands)` returns an equation's abstract results.
-    constant: The abstract value of a literal.
+    step: Called as `step(index, eqn, operands)`; returns the abstract results of an equation.
+    constant: A function from a literal to its abstract value.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], entries, strict=True))
     at = lambda atom: constant(atom) if isinstance(atom, Literal) else env[atom]
@@ -144,7 +144,7 @@ def interpreted(
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """Eliminates dead code, including in inner jaxprs; keeps all inputs."""
+    """Eliminates dead code, also in inner jaxprs. No inputs are removed."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -152,7 +152,7 @@ DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def named_after(f: Any, program: F) -> F:
-    """Makes JAX's errors about traced values report f's location when the program is traced."""
+    """Makes JAX's errors about traced values report the location of f instead of the program's."""
     program.__signature__ = _ARGS  # type: ignore[attr-defined]
     program.__wrapped__ = f  # type: ignore[attr-defined]
     return program
@@ -169,7 +169,7 @@ _CHUNK = "gradtools_chunk_"
 
 
 def marked_as_chunk(f: F) -> F:
-    """Marks a function as `chunked`'s own wrapper around the user's function."""
+    """Marks a function as a wrapper that gradtools created around the user's function."""
     f.__name__ = f"{_CHUNK}{f.__name__}"
     return f
 
@@ -188,14 +188,14 @@ def function_name(jaxpr: Any) -> str:
 
 
 class HeldJaxpr(NamedTuple):
-    """An open jaxpr and its constants."""
+    """An open jaxpr and the values of its constants."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
 
 
 def programs_of(eqn: Eqn) -> list[HeldJaxpr]:
-    """Returns an equation's inner jaxprs: a while's condition and body, a cond's branches."""
+    """Returns the inner jaxprs of an equation: condition and body of a loop, branches of a cond."""
     keys = {"while": ("cond_jaxpr", "body_jaxpr"), "custom_vmap_call": ("call",)}.get(
         eqn.primitive.name, ("jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
     )
@@ -213,7 +213,7 @@ CALLS = (
 """Primitives that only call their inner jaxpr."""
 
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-"""Calls of functions with a custom_jvp or custom_vjp rule."""
+"""Primitives that call a function with a custom_jvp or custom_vjp rule."""
 
 
 def is_ruled(eqn: Eqn) -> bool:
@@ -228,7 +228,7 @@ def may_not_run(eqn: Eqn) -> bool:
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """Returns a scan's numbers of constants and carries, which JAX 0.12 stores as a tree."""
+    """Returns the numbers of constants and carries of a scan, which JAX 0.12 stores in a tree."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -237,11 +237,11 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InnerJaxpr:
-    """A jaxpr inside an equation, and the mapping of its variables to variables of the equation.
+    """A jaxpr inside of an equation, and the mapping of its variables to the equation's variables.
 
     Input i of the jaxpr is the equation's input ``inputs[i]``. Output k of the jaxpr is the
     equation's output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i)
-    means that the equation's output k is fed back as input i.
+    means that output k of an iteration is input i of the next iteration.
     """
 
     jaxpr: Jaxpr
@@ -251,7 +251,7 @@ class InnerJaxpr:
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """Returns the inner jaxprs of an equation; an empty list if the equation is opaque.
+    """Returns the inner jaxprs of an equation, or an empty list if the equation is opaque.
 
     The body of a gradtools primitive is the jaxpr that its `gradtools_flow` returns.
     """
@@ -264,7 +264,7 @@ def bodies(eqn: Eqn) -> list[InnerJaxpr]:
         consts, carried = scan_counts(eqn)
         carries = tuple((k, consts + k) for k in range(carried))
         return [InnerJaxpr(programs_of(eqn)[0].jaxpr, range(count), carries)]
-    if name == "while":  # inputs: the constants of condition and body, then the carry
+    if name == "while":  # inputs: constants of the condition, constants of the body, carry
         gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carry = range(gates + consts, count)
         inner = []

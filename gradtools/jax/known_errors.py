@@ -1,8 +1,9 @@
-"""Re-raises known errors of JAX with advice.
+"""Re-raises known errors of JAX, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
-JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. No other module
-of this backend reads error texts. If JAX rewords an error, the user gets JAX's text without advice.
+JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. Other modules
+of this backend do not read error texts. If JAX rewords an error, the error is raised without
+advice.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def explained(caller: str) -> Iterator[None]:
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Returns whether the package raised an error whose text contains any of the given parts."""
+    """Returns whether the package raised the error and its text contains one of the given parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 
 
 def refused_number(error: BaseException) -> str:
-    """Returns `float`, `int` or `complex` if JAX's error names that conversion; otherwise ""."""
+    """Returns the failed conversion that JAX's error names: "float", "int", "complex" or ""."""
     conversion = str(error).partition("The problem arose with the `")[2].partition("`")[0]
     return conversion if conversion in ("float", "int", "complex") else ""
 

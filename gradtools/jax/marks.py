@@ -1,7 +1,8 @@
-"""`retained_gradients` in JAX: a primitive marks values, and an interpreter finds the marks.
+"""Implements `retained_gradients` in JAX: a primitive marks values, and an interpreter finds them.
 
-The primitive is the identity and lowers to no operation. The interpreter adds an array at each
-mark; in a scan it adds one slice of an array per step, and JAX stacks the slices' cotangents.
+The primitive is the identity and lowers to no operation. The interpreter adds an array of zeros to
+each marked value. In a scan, each step adds one slice of an array, and JAX stacks the cotangents of
+the slices.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
 
 
 def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
-    """Evaluates a jaxpr, adding the arrays at its marks, in order."""
+    """Evaluates a jaxpr, and adds the arrays, in order, to the marked values."""
     left = iter(arrays)
 
     def step(_: int, eqn: Any, xs: list[Any]) -> Sequence[Any]:
         own = [*islice(left, sum(len(avals) for _, avals in _marks_of(eqn)))]
-        if not own or jaxprs.is_ruled(eqn):  # a rule replaces its function's derivative
+        if not own or jaxprs.is_ruled(eqn):  # the rule replaces the derivative of its function
             return jaxprs.bound(eqn, xs)
         if eqn.primitive is mark_p:
             return [x + d for x, d in zip(xs, own, strict=True)]
@@ -102,7 +103,7 @@ def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> l
 
 
 def _inner(eqn: Any, xs: list[Array], arrays: list[Array]) -> Any:
-    """Evaluates an equation with inner jaxprs, adding the arrays at its marks."""
+    """Evaluates an equation with inner jaxprs, and adds the arrays to the marked values."""
     name, params, programs = eqn.primitive.name, eqn.params, jaxprs.programs_of(eqn)
     runs = [
         lambda xs, arrays, p=p: _typed(p.jaxpr, _evaluated(p.jaxpr, [*p.consts, *xs], arrays))

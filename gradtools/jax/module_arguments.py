@@ -1,4 +1,4 @@
-"""Modules as arguments: their floating arrays are differentiated, other leaves are constant.
+"""Differentiates functions of modules with respect to the floating arrays of the modules.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
 module is a graph with parts that are not parameters and may change during a call. A call of a
@@ -35,9 +35,10 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """Rewrites the call in terms of pytrees of arrays; None if there is no module to open.
+    """Rewrites a call as a function of pytrees of arrays.
 
-    Opens flax.nnx modules in all arguments, but equinox modules in differentiated arguments only.
+    flax.nnx modules are replaced in all arguments, and equinox modules are replaced in
+    differentiated arguments only. Returns None if the arguments contain no module to replace.
     """
     if not module_kinds():
         return None
@@ -46,7 +47,7 @@ def opened(
 
 
 def part_of(tree: Any) -> Any:
-    """Replaces each module in the tree by its differentiated part."""
+    """Replaces each module in the tree by the pytree of its differentiated arrays."""
     kinds, nnx = module_kinds(), sys.modules.get("flax.nnx")
     if not kinds or not _modules(kinds, tree):
         return tree
@@ -99,10 +100,10 @@ def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """Returns `make(f)`, such as `chunked(f)`, as a module if f is an equinox or nnx module.
+    """Returns `make(f)`, for example `chunked(f)`. If f is a module, the result is a module too.
 
-    The module's arrays remain leaves of the pytree or graph. The library's integration is imported
-    when its first module is transformed.
+    The arrays of an equinox or nnx module remain leaves of the resulting pytree or graph. The
+    integration of a library is imported when the first module of the library is transformed.
     """
     for library in ("equinox", "flax.nnx"):
         loaded = sys.modules.get(library)
@@ -114,17 +115,20 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
 class Opened:
     """A call whose arguments contain modules, rewritten as a function of pytrees of arrays.
 
-    All nnx modules of the call are split together, so that shared variables remain shared.
+    All nnx modules of the call are split by a single `nnx.split`, so that shared variables remain
+    shared.
 
     Attributes:
-        args: The arguments, with each differentiated module replaced by its part.
-        changed: The paths of the variables of flax.nnx modules that the latest call changed.
-        has_modules: Whether there is any flax.nnx module, or a differentiated equinox module.
+        args: The arguments, in which each differentiated module is replaced by the pytree of its
+            differentiated arrays.
+        changed: The paths of the flax.nnx variables that the latest call has changed.
+        has_modules: Whether the arguments contain a flax.nnx module or a differentiated equinox
+            module.
     """
 
     own: frozenset[int] = frozenset()  # JAX differentiates at tracers
-    reads_own = False  # f reads the modules that it gets, which contain tracers
-    is_deferred = staticmethod(bool)  # always False: JAX's own traces attach the results
+    reads_own = False  # f reads copies of the modules, which contain tracers
+    is_deferred = staticmethod(bool)  # always False: JAX traces all results
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # the structure around the modules, and the constant part of each leaf
+        for i in argnums:  # store the treedef, and the constant part of each leaf
             leaves, treedef = _flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -154,7 +158,7 @@ class Opened:
         self.has_modules = bool(self._nodes or self._rests)
 
     def _split_graphs(self, active: Sequence[Any], others: Sequence[Any]) -> None:
-        """Splits the nnx modules of the differentiated trees, then of the other trees."""
+        """Splits the nnx modules of all trees. Modules of the differentiated trees come first."""
         nnx = self._nnx = cast(Any, sys.modules.get("flax.nnx"))
         modules = [_modules((nnx.Pytree,), tree) if nnx else [] for tree in active]
         rest = [m for tree in others for m in (_modules((nnx.Pytree,), tree) if nnx else [])]
@@ -179,7 +183,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """Splits a leaf into its part and the rest (an nnx module's index or None)."""
+        """Splits a module into differentiated arrays and the rest (an index for an nnx module)."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -209,7 +213,7 @@ class Opened:
             return out
         self.changed, self._forms, self._effects = [], [], []
         for path, now in nnx.to_flat_state(nnx.state(tuple(copies), nnx.Not(self._moving))):
-            if path not in self._known:  # a flax Intermediate, which the user's module lacks
+            if path not in self._known:  # a new variable, such as a flax Intermediate
                 continue
             leaves, form = jax.tree.flatten(now)
             before = jax.tree.leaves(self._known[path])
@@ -220,7 +224,7 @@ class Opened:
         return out
 
     def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: Sequence[Any]) -> Any:
-        """Rebuilds modules in a differentiated tree; copies modules in other trees."""
+        """Rebuilds the modules of a differentiated tree, and copies the modules of other trees."""
         if rest is None:
             if not copies or not _modules(self._kinds, tree):
                 return tree
@@ -237,12 +241,12 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """Returns and clears the traced arrays that the latest call changed."""
+        """Returns and clears the list of new arrays of variables that the latest call changed."""
         result, self._effects = self._effects, []
         return result
 
     def settle(self, extras: Sequence[Array]) -> None:
-        """Writes the effects, the last of a call's extras, to the user's modules."""
+        """Writes the new arrays, which are the last extras of a call, to the user's modules."""
         if not self.changed:
             return
         left = iter(list(extras)[-sum(form.num_leaves for form in self._forms) :])
@@ -253,7 +257,10 @@ class Opened:
         self._nnx.update(self._nodes, self._nnx.from_flat_state(new))
 
     def refuse_changes(self) -> None:
-        """Raises if the latest call changed a module: this operator cannot return changes."""
+        """Raises an error if the latest call changed a module.
+
+        Operators that cannot return changes call this method.
+        """
         if self.changed:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
@@ -264,6 +271,6 @@ class Opened:
 
     @property
     def opens_once(self) -> bool:
-        """Returns whether to open modules once for all chunks, since a parameter occurs twice."""
+        """Returns whether a parameter occurs twice; modules are then split once for all chunks."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

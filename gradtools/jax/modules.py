@@ -1,9 +1,9 @@
 """Converts a JAX module to a pure function of its parameters and state.
 
-flax.linen, flax.nnx and equinox split modules from their arrays in different ways; here each module
-becomes ``apply(params, state, *args, key=None) -> (out, new_state)``. Only libraries that the
-program has imported are considered, since modules of other libraries cannot exist.
-``gradtools.models`` documents the public name.
+flax.linen, flax.nnx and equinox separate modules from arrays in different ways. This module
+converts modules of all libraries to ``apply(params, state, *args, key=None) -> (out, new_state)``.
+Only libraries that the program has imported are considered, since modules of other libraries cannot
+exist. ``gradtools.models`` documents the public name.
 """
 
 import inspect
@@ -27,7 +27,7 @@ MODES = {
     "is_training": True,
     "deterministic": False,
     "use_running_average": False,
-}  # the keyword's value in training mode
+}  # values of the keywords in training mode
 
 
 def make_functional(
@@ -58,7 +58,7 @@ def make_functional(
 
 
 def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    trees.flatten((args, kwargs))  # rejects PyTorch's tensors, which a library would convert
+    trees.flatten((args, kwargs))  # rejects tensors of PyTorch, which a library would convert
     return apply(*args, **kwargs)
 
 

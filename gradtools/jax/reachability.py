@@ -1,6 +1,6 @@
 """Determines which inputs of a jaxpr reach which outputs.
 
-An input reaches an output if data flows from the input to the output without crossing a cut: a
+An input reaches an output if data flows from the input to the output without passing a cut: a
 stopped gradient, a conversion of floats to integers or booleans, or a host callback. A derivative
 that is zero (round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so
 this module analyses the data flow of the jaxpr (a forward may-analysis)::
@@ -41,9 +41,10 @@ def within_a_trace() -> bool:
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
-    """Computes, for each output and input of a jaxpr, whether the input reaches the output.
+    """Returns a boolean matrix: for each output and input of a jaxpr, whether the input reaches it.
 
-    Without `raw`, integers and booleans do not reach outputs and are not reached.
+    If not `raw`, integer and boolean inputs reach no output, and no input reaches an integer or
+    boolean output.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
     active, given = ([raw or x for x in inexact(v)] for v in (jaxpr.invars, jaxpr.outvars))
@@ -54,7 +55,7 @@ def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
 
 
 def _union(mask: int, bits: Sequence[int]) -> int:
-    """Returns the union of the bits at the indices in a mask."""
+    """Returns the union of `bits[i]` over all i in a mask."""
     total = 0
     while mask:
         low = mask & -mask
@@ -75,7 +76,10 @@ ONE_TO_ONE = (
 
 
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
-    """Returns each output's mask of inputs that flow to it; None if all flow to all outputs."""
+    """Returns a mask of inputs for each output of an equation without inner jaxprs.
+
+    Returns None if all inputs flow to all outputs.
+    """
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
     if not raw and name in _STOPS:
         return [0] * outs
@@ -105,7 +109,7 @@ def _mask(row: Sequence[bool]) -> int:
 
 
 class Flow:
-    """Propagates bits through jaxprs and equations.
+    """Propagates bit masks of inputs through jaxprs and equations.
 
     Args:
         raw: Whether to ignore cuts and include control dependence: the operands of a condition flow
@@ -115,17 +119,17 @@ class Flow:
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored to keep ids unique
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored, so that ids remain unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
-        """Returns each output's mask of the inputs that flow to it."""
+        """Returns, for each output of a jaxpr, the mask of the inputs that flow to it."""
         if id(jaxpr) not in self._known:
             env = self.propagate(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
             self._known[id(jaxpr)] = jaxpr, _read(env, jaxpr.outvars)
         return self._known[id(jaxpr)][1]
 
     def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
-        """Returns the bits of every variable, given the bits of the inputs."""
+        """Returns the bits of all variables of a jaxpr, given the bits of the inputs."""
         env = dict(zip(jaxpr.invars, bits, strict=True))
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
@@ -134,7 +138,7 @@ class Flow:
         return env
 
     def visited(self, jaxpr: Jaxpr, bits: Sequence[int]) -> Iterator[tuple[Eqn, list[int]]]:
-        """Yields the equations at any depth, with their operands' bits in any step of a loop."""
+        """Yields the equations at any depth, with the operands' bits in all steps of a loop."""
         env = self.propagate(jaxpr, bits)
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
@@ -146,7 +150,7 @@ class Flow:
                 yield from self.visited(body.jaxpr, entering)
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """Returns the bits of the variables that an equation writes, given its operands' bits."""
+        """Returns the bits of the variables that an equation writes, given the operands' bits."""
         inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]
@@ -163,12 +167,12 @@ class Flow:
         return [total if i else total & ~reduce(or_, floats, 0) for i in written]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
-        """Returns, for each output of an equation with inner jaxprs, the inputs that flow to it."""
-        if eqn.primitive.name in RULED and not self.raw:  # the rule overrides cuts in its function
+        """Returns a mask of inputs for each output of an equation with inner jaxprs."""
+        if eqn.primitive.name in RULED and not self.raw:  # the rule replaces the derivative
             masks = self.uncut._edges(eqn, bodies)
             return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
         name, masks = eqn.primitive.name, [0] * len(eqn.outvars)
-        if may_not_run(eqn):  # without iterations, a loop returns the initial values of its carry
+        if may_not_run(eqn):  # a loop without iterations returns the initial values of the carry
             for k, i in bodies[-1].carries:
                 masks[k] = 1 << bodies[-1].inputs[i]
         for body in bodies:
@@ -190,7 +194,7 @@ class Flow:
 
 
 def draws(closed: Jaxpr) -> set[Any]:
-    """Returns (primitive, shape) of the random draws whose keys do not depend on the inputs."""
+    """Returns (primitive, shape) of each random draw whose key does not depend on the inputs."""
     jaxpr = open_jaxpr(closed)
     return {
         (eqn.primitive.name, eqn.params["shape"])
@@ -204,7 +208,7 @@ def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
 
 
 def _closure(mask: int, back: dict[int, int]) -> int:
-    """Returns the transitive closure of a mask over a loop's carries (`back`)."""
+    """Returns the transitive closure of a mask over the carries of a loop."""
     total = pending = mask
     while pending:
         low = pending & -pending

@@ -18,7 +18,10 @@ from gradtools.rules import replaced_at
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
-    """Wraps f with the state of flax.nnx modules in f and the arguments; None if there is none."""
+    """Wraps f with the state of the flax.nnx modules in f and args.
+
+    Returns None if there are no modules.
+    """
     nnx = integration("flax.nnx")
     return None if nnx is None else nnx.stateful(caller, f, args)
 
@@ -28,7 +31,7 @@ rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == 
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls f(*args, **kwargs), recomputed in the backward pass; modules' state changes once."""
+    """Calls f(*args, **kwargs), which is recomputed in the backward pass."""
     if not reachability.within_a_trace():
         return f(*args, **kwargs)  # f is not differentiated
     modules = stateful("checkpoint", f, (args, kwargs))
@@ -45,10 +48,10 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls f(*args, **kwargs), recomputed in the backward pass; copies captured NumPy arrays.
+    """Calls f(*args, **kwargs), which is recomputed in the backward pass, without module state.
 
-    Array arguments are inputs of the program. All other values are constants of the program, so f
-    may branch on these values.
+    Captured NumPy arrays are copied. Array arguments are inputs of the program. All other values
+    are constants of the program, so f may branch on these values.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
@@ -68,10 +71,10 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
-    """Raises an error if a program makes a mutable array, which JAX 0.10 cannot recompute.
+    """Raises an error if a program creates a mutable array, because JAX 0.10 cannot recompute it.
 
-    For such a program `jax.checkpoint` raises a bare KeyError, and a scan silently returns a wrong
-    value in reverse mode.
+    For a program with a mutable array, `jax.checkpoint` raises a KeyError without explanation, and
+    a scan silently returns a wrong value in reverse mode.
     """
     if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(

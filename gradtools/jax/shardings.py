@@ -1,10 +1,11 @@
-"""Sharding-in-types: arrays over a mesh of Explicit axes, whose types contain their sharding.
+"""Shards arrays over a mesh with Explicit axes, where the type of an array contains its sharding.
 
 Each operation must determine the sharding of its result: the axis of a scan is replicated, a slice
-of a sharded axis must be divisible by the number of devices, and a carry keeps its sharding. A
-batch axis is therefore resharded before it is cut into chunks and after chunks are joined. A chunk
-is sharded like the batch if its size is divisible, otherwise replicated. Over Auto and manual axes,
-or without a mesh, types contain no sharding, and the functions of this module do nothing.
+of a sharded axis must be divisible by the number of devices, and the sharding of a carry must not
+change. A batch axis is therefore resharded before it is cut into chunks and after chunks are
+joined. A chunk is sharded like the batch if its size is divisible by the number of devices;
+otherwise the chunk is replicated. For Auto and Manual axes, or without a mesh, types contain no
+sharding, and the functions of this module do nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """Shards one axis of x over `entry` if its length is divisible; otherwise replicates it."""
+    """Shards one axis of x over the mesh axes `entry`, or replicates it if it is not divisible."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
@@ -44,7 +45,7 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
 
 
 def on_mesh(x: Array, mesh: Any, entries: Sequence[Any]) -> Array:
-    """Shards each axis of x over its entry."""
+    """Shards each axis of x over the mesh axes in the corresponding entry."""
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -53,7 +54,7 @@ def whole(x: Array, axis: int) -> Array:
 
 
 def like(x: Array, other: Any) -> Array:
-    """Shards x like another array or aval."""
+    """Reshards x so that it has the sharding of another array or aval."""
     wanted = entries(other)
     if entries(x) == wanted:
         return x
@@ -61,12 +62,12 @@ def like(x: Array, other: Any) -> Array:
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
-    """Returns the sharding of a callback's result, one entry per axis; JAX cannot infer it.
+    """Returns the sharding of the result of a callback, which JAX cannot infer.
 
-    The entries are taken from the first argument of the same shape, and for the leading batch axes,
-    from the first argument that is sharded along them.
+    The sharding has one entry per axis. The entries are the entries of the first argument of the
+    same shape and, for leading batch axes, of the first argument that is sharded along the axis.
 
-    xs: The shape and entries of each argument.
+    xs: The shape of each argument, and the mesh axes over which each axis is sharded.
     """
     n = len(batch)
     like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
@@ -75,7 +76,7 @@ def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
 
 
 def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
-    """Shards a result of `xs` according to `of_result`."""
+    """Shards a result y of a callback with arguments xs according to `of_result`."""
     sharded = [x for x in xs if any(entries(x))]
     if not sharded:
         return y
@@ -85,9 +86,9 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
-    """Reshapes the axes of x from `at` on to `count` axes, one of which may be sharded.
+    """Reshapes x: the axes from `at` on become `count` axes, one of which may be sharded.
 
-    entry: `(position among the new axes, mesh axes)`.
+    entry: The position of the sharded axis among the new axes, and its mesh axes.
     """
     result = entries(x)
     if not any(result):
@@ -136,7 +137,7 @@ def _fits(x: Array, axis: int, entry: Any, entries: list[Any], mesh: Any) -> boo
 
 
 def device_count(mesh: Any, entry: Any) -> int:
-    """Returns the number of devices along the mesh axes of an entry."""
+    """Returns the number of devices along the mesh axes in `entry`."""
     return prod(mesh.shape[name] for name in names(entry))
 
 
@@ -150,7 +151,7 @@ def names(entry: Any) -> tuple[Any, ...]:
 
 
 def varying(x: Any, axes: frozenset[Any]) -> Any:
-    """Casts x to vary over the given mesh axes as well."""
+    """Casts x to vary over the given mesh axes, in addition to its own."""
     missing = axes - varies(x)
     return as_varying(x, sorted(missing)) if missing else x
 
@@ -162,7 +163,7 @@ def varies(x: Any) -> frozenset[Any]:
 
 @jax.custom_jvp
 def with_varying_tangent(x: Any) -> Any:
-    """Returns x with a tangent that varies like x, as the evaluation of a traced jaxpr requires."""
+    """Returns x. The tangent is cast to vary over the mesh axes of x, as `eval_jaxpr` requires."""
     return x
 
 

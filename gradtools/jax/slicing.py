@@ -1,7 +1,7 @@
-"""Slices arrays into chunks and joins outputs, along an axis that may be sharded.
+"""Slices arrays into chunks and concatenates outputs, along an axis that may be sharded.
 
-Interleaved chunks are the columns of a table (rows per chunk, chunks). Rows that do not fit into
-the table are stored after it, one for each of the first chunks.
+Interleaved chunks are the columns of a table of shape (rows per chunk, chunks). Rows that do not
+fit into the table follow the table, one row for each of the first chunks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gradtools.jax.trees import is_inexact
 
 
 class Split:
-    """A split array, which returns a chunk's slice by its index."""
+    """An array that is split into chunks along an axis."""
 
     def __init__(self, x: Array, axis: int, cut: Partition) -> None:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
-        if cut.interleaved:  # the rows that all chunks have, as a table (rows per chunk, chunks)
+        if cut.interleaved:  # the rows that all chunks have: (rows per chunk, chunks)
             self._least = cut.size // cut.count
             even = cut.size == self._least * cut.count
             part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
             self._table = parted(part, axis, self._least, cut.count, (0, self.entry))
 
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
-        """Returns the chunk's rows, whose cotangent is routed to the slot."""
+        """Returns the rows of a chunk, whose cotangent is routed to the slot."""
         piece = self.at(index, size)
         return piece if slot is None else routed(piece, slot)
 
@@ -53,7 +53,7 @@ class Split:
         return shardings.placed(rows, self.axis, self.entry)
 
     def stacked(self, first: int, count: int, size: int) -> Array:
-        """Returns chunks first to first + count, along a new axis 0."""
+        """Returns the chunks from `first` to `first + count - 1`, stacked along a new axis 0."""
         axis = self.axis
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
@@ -74,11 +74,12 @@ class Split:
 @jax.custom_jvp
 @marked_as_chunk
 def routed(piece: Array, slot: Array) -> Array:
-    """Returns the piece; routes the piece's cotangent to the slot, in the slot's dtype.
+    """Returns the piece. The cotangent of the piece becomes the cotangent of the slot.
 
-    A scan adds a whole-array cotangent in each step for an array that its body slices. For an array
-    in its xs, a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in
-    the xs. The slot's value is unused, so XLA removes the slot and the copy of the batch in the xs.
+    If the body of a scan slices an array, each step of the transposed scan adds a cotangent of the
+    size of the whole array. For an array in the xs of a scan, the cotangents of the steps are
+    stacked instead. The cotangent is therefore routed to a slot in the xs. The slot's value is
+    unused, so XLA removes the slot and the copy of the batch in the xs.
     """
     return piece
 
@@ -97,7 +98,7 @@ def _part(x: Array, start: int, size: int, axis: int) -> Array:
 
 
 def joined(cut: Partition, axis: int, parts: Sequence[Array], entry: Any) -> Array:
-    """Joins the stacked outputs of runs along the axis, in the batch's order.
+    """Concatenates the stacked outputs of runs along the axis, in the order of the batch.
 
     On a mesh with Explicit axes the result is sharded like the batch.
     """
@@ -140,7 +141,7 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
-    """Applies `jax.lax.map` to f over the rows of some arrays, `size` rows at once (None means 1).
+    """Maps f over the rows of the arrays in `batch`, `size` rows at once (None means 1).
 
     If rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
     devices work on each chunk.

@@ -11,11 +11,11 @@ from jax.experimental.sparse import BCOO
 
 
 def sparse_array(index: np.ndarray, values: jax.Array, shape: Sequence[int]) -> BCOO:
-    """Makes a BCOO array; `index` has one row per axis, sorted, without duplicates."""
+    """Creates a BCOO array. `index` has one row per axis; columns are sorted and unique."""
     indices = jnp.asarray(index.T, np.int32)
     return BCOO((values, indices), shape=tuple(shape), indices_sorted=True, unique_indices=True)
 
 
 def summed(groups: np.ndarray, terms: jax.Array, like: jax.Array) -> jax.Array:
-    """Sums the terms by group into an array like `like`."""
+    """Sums the terms of each group. The result has the shape and dtype of `like`."""
     return jnp.zeros_like(like).at[groups].add(terms)

@@ -1,7 +1,7 @@
-"""Pytrees and dtypes in JAX, for the backend interface.
+"""Functions of pytrees and dtypes in JAX, which implement the backend interface.
 
-Like the pullback of `jax.vjp`, a pullback is a pytree of its residuals, which can be passed to and
-returned from jit, scan and custom rules.
+Like the pullback of `jax.vjp`, a pullback is a pytree whose leaves are residuals, so it can be
+passed to and returned from jit, scan and custom rules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Flattens a tree; the structure is JAX's treedef, or a treedef that opens more containers."""
+    """Flattens a tree.
+
+    The structure is a treedef of JAX, or an `OpenedTree` with more containers.
+    """
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """Implements `Backend.flatten_arrays` with few calls, since every derivative runs it."""
+    """Implements `Backend.flatten_arrays`.
+
+    Every derivative calls this function, so it must be fast.
+    """
     leaves, treedef = flatten(tree)
     kinds: list[str | None] = [None] * len(leaves)
     for i, x in enumerate(leaves):
@@ -53,7 +59,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """Implements `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
+    """Implements `Backend.entries_of` without unflattening: a class may inspect its arrays."""
     if type(treedef) is OpenedTree:
         return [flatten(x) for x in unflatten(treedef, leaves)]
     left = iter(leaves)
@@ -75,12 +81,12 @@ def is_inexact(x: Any) -> bool:
 
 
 def conj(x: Any) -> Any:
-    """Returns the complex conjugate; real arrays are unchanged."""
+    """Returns the complex conjugate of an array. Real arrays are unchanged."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def zeros_of(aval: Any) -> Any:
-    """Returns zeros with an abstract array's shape, dtype, sharding and varying axes."""
+    """Returns zeros with the shape, dtype, sharding and varying axes of an aval."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
     return shardings.varying(zeros, shardings.varies(aval))
 
@@ -88,7 +94,7 @@ def zeros_of(aval: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class LinearMap:
-    """A pullback or pushforward as a pytree: a static function and JAX's map with residuals.
+    """A pullback or pushforward as a pytree: a static function, and a map of JAX with residuals.
 
     Two maps have the same structure if their functions are the same object.
     """
@@ -116,13 +122,13 @@ def without_none(xs: Sequence[Any]) -> list[Any]:
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, except where `likes` is None."""
+    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def zero_cotangent(y: Any) -> Any:
-    """Returns zeros for an output y, an array or aval; for an integer, zeros of dtype float0."""
+    """Returns zeros for an output y (an array or aval). For an integer, the dtype is float0."""
     return zeros_of(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
 
 

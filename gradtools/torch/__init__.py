@@ -28,7 +28,7 @@ else:  # type checkers accept any name if a module defines __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """Returns a public name and imports its module on first access."""
+        """Returns the public object with the given name; its module is imported on first access."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

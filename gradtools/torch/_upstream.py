@@ -1,9 +1,9 @@
-"""The private names of PyTorch that gradtools uses, each with its reason.
+"""The private names of PyTorch that gradtools uses, and the reasons for their use.
 
 `tests/house/test_upstream.py` checks that other modules import private names only from this module.
-`tests/torch/test_upstream.py` tests the names that no operator's test covers. All names exist in
-PyTorch 2.8 to 2.15. The modules `_upstream` of `gradtools.seeing.torch` and `gradtools.bridge` list
-the names that only recorders and the bridge use.
+`tests/torch/test_upstream.py` tests the names that the tests of the operators do not cover. All
+names exist in PyTorch 2.8 to 2.15. The modules `_upstream` of `gradtools.seeing.torch` and
+`gradtools.bridge` list the private names that only `gradtools.seeing` and `gradtools.bridge` use.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
 """`pytree` is torch.func's registry of pytree nodes, in which users register classes
-(pytorch#65761). `disable_current_modes` is a context that hides gradtools' operations from dispatch
-modes. `temporarily_clear_interpreter_stack` is a context outside of all levels of torch.func.
-`TracingContext` and `detect_fake_mode` detect that a compiler is tracing.
+(pytorch#65761). `disable_current_modes` is a context manager that disables all dispatch modes.
+`temporarily_clear_interpreter_stack` is a context manager that exits all levels of torch.func.
+`TracingContext` and `detect_fake_mode` detect whether a compiler is tracing.
 """
 
 # --- levels of torch.func ----------------------------------------------------------------------
@@ -54,15 +54,15 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""`is_wrapped` returns whether a tensor is a functorch wrapper, `is_batchedtensor` whether vmap
-created the wrapper, and `is_gradtrackingtensor` whether grad or jvp created the wrapper.
-`get_unwrapped` returns the wrapped tensor, `maybe_get_level` the wrapper's level (-2 if its
-transform has ended), and `maybe_get_bdim` the batch axis of vmap (-1 if there is none)."""
+"""`is_wrapped` returns whether a tensor is a functorch wrapper, `is_batchedtensor` returns whether
+vmap created the wrapper, and `is_gradtrackingtensor` returns whether grad or jvp created it.
+`get_unwrapped` returns the wrapped tensor, `maybe_get_level` returns the wrapper's level (-2 if the
+transform has ended), and `maybe_get_bdim` returns the batch axis of vmap (-1 if there is none)."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""`wrap_for_grad` wraps a tensor for a level of `torch.func.grad`; `add_vmap_axis` hides an axis of
-a tensor in a level of vmap."""
+"""`wrap_for_grad` wraps a tensor for a level of `torch.func.grad`; `add_vmap_axis` wraps a tensor
+in a level of vmap, which makes an axis the batch axis."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """Returns the batch size of a level of vmap."""
@@ -72,21 +72,23 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap, which `is_grads_batched` uses. `is_legacy_batched` returns whether
-a tensor is batched, `enter_vmap` and `leave_vmap` return the number of open levels, and
-`add_batch_axis` and `remove_batch_axis` wrap and unwrap a tensor."""
+"""Functions of the legacy vmap, by which `torch.autograd.grad` implements `is_grads_batched`.
+`is_legacy_batched` returns whether a tensor is batched, `enter_vmap` and `leave_vmap` enter and
+exit a level and return the number of active levels, and `add_batch_axis` and `remove_batch_axis`
+wrap and unwrap a tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-"""Returns the open level of forward mode, or -1."""
+"""Returns the active level of forward mode, or -1 if there is none."""
 
 
 def enter_forward_level() -> int | None:
-    """Enters a level of forward mode; returns None if a level is active in any thread.
+    """Enters a level of forward mode. Returns None if a level is active in any thread.
 
     If another thread exits `torch.func.jvp` at the same moment, PyTorch's own function raises an
-    error and leaves a level open; this copy of PyTorch's code closes the level.
+    error without exiting the level that it has entered; this copy of PyTorch's code exits the
+    level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -101,7 +103,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits a level of forward mode, three times as fast as PyTorch's own function."""
+    """Exits a level of forward mode. PyTorch's own function takes three times as long."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -109,7 +111,7 @@ def leave_forward_level(level: int) -> None:
 _load_decompositions = cache(forward_ad._maybe_load_decompositions)
 make_dual: Callable[..., Tensor] = torch._make_dual
 unpack_dual: Callable[..., Any] = torch._unpack_dual
-"""`forward_ad.make_dual` and `unpack_dual` without their checks, which double the run time."""
+"""`forward_ad.make_dual` and `unpack_dual` without argument checks, which double the run time."""
 
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
@@ -124,13 +126,13 @@ is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The C function that `torch.set_grad_enabled` calls, and that function modes intercept."""
+"""The C function that `torch.set_grad_enabled` calls. Function modes intercept it."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
-"""Functions that `torch.autograd.grad` calls. `run_engine` skips argument checks, which take a
-third of the time of a small function's derivative; `engine` also skips the context that compiled
-code reads."""
+"""The functions of autograd's engine that `torch.autograd.grad` calls. `run_engine` skips argument
+checks, which take a third of the time of a small function's derivative; `engine` also does not set
+the context variable that compiled code reads."""
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
@@ -146,7 +148,7 @@ Function creates."""
 
 
 def function_of(node: Any) -> Any:
-    """Returns the user's `torch.autograd.Function` of a node; None for PyTorch's own nodes.
+    """Returns the class of the user's Function that created a node, or None for a built-in node.
 
     vmap generates another Function, whose `forward` closes over the user's Function.
     """
@@ -161,16 +163,16 @@ def function_of(node: Any) -> Any:
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""`nodes_made` returns the sequence number of this thread's next node, `sequence_of` returns a
-node's sequence number (smaller for nodes of captured tensors), and `hooks_made` returns the number
-of hooks that the process has registered."""
+"""`nodes_made` returns the sequence number of the next node in this thread, `sequence_of` returns
+the sequence number of a node (nodes that were created earlier have smaller numbers), and
+`hooks_made` returns the number of hooks that the process has registered."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
 """`saved_tensors_hooks_on` reads the top of the stack of saved-tensor hooks, and
-`push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. A user's hooks must not
-pack the tensors of gradtools' short-lived graphs."""
+`push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. The user's saved-tensor
+hooks must not pack the tensors that temporary graphs of gradtools save."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -178,8 +180,8 @@ EnableTorchFunction: Any = _c._EnableTorchFunction
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""`EnableTorchFunction` enables function modes, which a tensor subclass's backward pass disables.
-`function_modes` returns the active function modes; `count_of_function_modes` and
+"""`EnableTorchFunction` enables function modes, which are disabled in the backward pass of a tensor
+subclass. `function_modes` returns the active function modes; `count_of_function_modes` and
 `count_of_dispatch_modes` return the numbers of active modes."""
 
 _PROXY = _c._TorchDispatchModeKey.PROXY
@@ -192,25 +194,26 @@ tracing_state: Callable[[], Any] = _c._get_tracing_state
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""`version_of` (documented) reads and `set_version_counters` sets a tensor's version counter. After
-a saved tensor's contents are restored, the tensor's counter is reset, so that autograd considers
-the tensor unchanged."""
+"""`version_of` (a documented attribute) returns the version counter of a tensor, and
+`set_version_counters` sets the counters of tensors. After a saved tensor's contents are restored,
+the tensor's counter is reset, so that autograd considers the tensor unchanged."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""`is_zero` returns whether x is a zero tensor without memory, which forward mode creates;
-`is_view` whether autograd tracks x as a view; `is_alias_of` whether two tensors share a storage.
-`tensor_hooks` returns the hooks on x's gradient, or None."""
+"""`is_zero` returns whether x is a zero tensor without memory (forward mode creates such tensors),
+`is_view` returns whether autograd tracks x as a view, and `is_alias_of` returns whether two tensors
+share a storage. `tensor_hooks` returns the hooks that are registered on x, or None if there are
+none."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
-"""Adds, multiplies or divides many tensors in one operation."""
+"""Add, multiply or divide a list of tensors in one operation."""
 
 
 def storage_key(x: Tensor) -> int:
-    """Returns a key that two living tensors share if and only if they share a storage.
+    """Returns a key, which is equal for two existing tensors if and only if they share a storage.
 
     A tensor without a storage (sparse, or wrapped by a transform) has its own key.
     """
@@ -257,32 +260,32 @@ class ModuleLike(torch.nn.Module):
 
 
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
-"""Returns the number of open contexts of `parametrize.cached`."""
+"""Returns the number of active `parametrize.cached` contexts."""
 
 # --- dynamo, which is not imported until a function is compiled -----------------------------------
 
 DYNAMO = "torch._dynamo"
 _compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""Returns the compiler of this thread's frames, or None."""
+"""Returns dynamo's callback that compiles frames in this thread, or None if there is none."""
 
 
 def compiles_here() -> bool:
-    """Returns whether dynamo would compile a function if the caller called it now."""
+    """Returns whether dynamo compiles functions that are called in the current thread."""
     return DYNAMO in sys.modules if _compiler_of_frames is None else bool(_compiler_of_frames())
 
 
 def break_graph(reason: str) -> None:
-    """Causes a graph break in dynamo; the reason appears in its logs."""
+    """Causes a graph break in dynamo. The reason appears in the logs of dynamo."""
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Returns whether `torch.export` is tracing. Reads a flag, because dynamo replaces the public
-function's result by True."""
+"""Returns whether `torch.export` is tracing. The flag is read directly, because dynamo replaces the
+result of the public function by True."""
 
 
 def skip_module(name: str) -> None:
-    """Makes dynamo skip a module's frames; functions that the module calls may be compiled."""
+    """Makes dynamo skip the module's frames. Dynamo may still compile functions that it calls."""
     from torch._dynamo import trace_rules
 
     trace_rules.add(name)
@@ -303,15 +306,12 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# PyTorch has no public interface for the following operations. Each hack is confined to one module:
-# - `known_errors` matches error messages, since PyTorch's errors have no types.
-# - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
-#   from an error of PyTorch.
-# - `thread_patches` patches classes during a call that modes cannot intercept.
-# - `compiling` installs an import hook, since dynamo identifies marked functions by object and
-#   importing dynamo takes seconds.
-# - `host` registers one operator, since compiled programs contain no Python objects.
-# - `state` reads the memory of Python's and NumPy's random generators, since copying their states
-#   takes longer than a small layer.
-# - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs
-#   once.
+# PyTorch has no public interface for the operations below. Each hack is confined to one module: -
+# `known_errors` matches error messages, since PyTorch's errors have no types. - `code_origin`
+# inspects the instruction that raised an error, to distinguish a user's `raise` from an error of
+# PyTorch. - `thread_patches` patches classes during a call that modes cannot intercept. -
+# `compiling` installs an import hook, since dynamo identifies marked functions by object and
+# importing dynamo takes seconds. - `host` registers one operator, since compiled programs contain
+# no Python objects. - `state` reads the memory of Python's and NumPy's random generators, since
+# copying their states takes longer than a small layer. - `lazy_graphs` removes the hooks of leaves
+# during a second evaluation, so that each hook runs once.

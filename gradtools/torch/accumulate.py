@@ -34,13 +34,16 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Adds to or sets the `.grad` of each parameter in grads; writes nothing if it raises."""
+    """Adds each gradient to the parameter's `.grad`, or sets `.grad`.
+
+    If an error is raised, nothing is written.
+    """
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         merged = _pairs_of_dicts(target, grads)
         if merged is None:
             merged = _pairs(caller, target, grads, add)
-        if add:  # the writes neither change the tensors in grads nor keep references
+        if add:  # the writes do not change the tensors in grads and store no references to them
             buffers = {upstream.storage_key(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
         else:
@@ -51,7 +54,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs parameters and gradients by name; returns None unless all are valid and distinct."""
+    """Pairs parameters and gradients by name. Returns None if an entry is invalid or repeated."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -61,7 +64,10 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """Pairs each parameter with its gradient; raises if an entry is invalid or repeated."""
+    """Pairs each parameter with its gradient.
+
+    Raises an error if an entry is invalid or repeated.
+    """
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Pass "
@@ -91,7 +97,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """Returns the detached tensor; None if x is not a tensor."""
+    """Returns the detached tensor, or None if x is not a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 
@@ -100,7 +106,7 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def current_trace() -> Any:
-    """Returns an identifier of the current `torch.func` nesting; None outside of all transforms."""
+    """Returns an identifier of the active `torch.func` transforms, or None if there are none."""
     level = upstream.peek_interpreter_stack()
     return None if level is None else level.level()
 
@@ -115,7 +121,7 @@ def varies(x: torch.Tensor) -> frozenset[Any]:
 
 
 def spec_in_words(spec: tuple[Any, ...]) -> str:
-    """Describes a tensor's layout (unless dense), dtype, shape and device in words."""
+    """Describes dtype, shape and device of a tensor in words, and a layout that is not dense."""
     layout, dtype, shape, device = spec
     words = "" if layout == torch.strided else f"{_short(layout)} "
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
@@ -130,14 +136,17 @@ def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
-    """Returns whether all xs are plain tensors, which one fused operation can process."""
+    """Returns whether all xs are plain tensors. One fused operation can process plain tensors."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}
 
 
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
-    """Adds weight times xs to the sums in place; returns False if that is not possible."""
+    """Adds weight times xs to the sums in place.
+
+    Returns False if the sums cannot be written in place.
+    """
     if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
     if any(map(torch.Tensor.is_inference, totals)):
@@ -151,7 +160,7 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """Returns `(treedef, sums, weight, dtypes)` over all processes, after comparing structures."""
+    """Returns `(treedef, sums, weight, dtypes)` with the sums and the weight of all processes."""
     # Imported here, since importing torch.distributed is slow and few programs use it.
     from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
 
@@ -166,7 +175,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is equal on all ranks, so the sum is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks, so its sum over ranks is a multiple
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
@@ -182,7 +191,10 @@ def _described(x: torch.Tensor) -> str:
 
 
 def _checked_weights(sent: Sequence[Any]) -> list[Any]:
-    """Returns the weights of all processes; raises on every rank if sums cannot be added."""
+    """Returns the weights of all processes.
+
+    Raises an error on every rank if the sums cannot be added.
+    """
     layouts, weights = [layout for layout, _ in sent], [weight for _, weight in sent]
     for rank, layout in enumerate(layouts):
         if not layout:
@@ -223,16 +235,16 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """Returns a function and its arguments, which add g to `p.grad`.
+    """Returns a function and its arguments; the call of the function adds g to `p.grad`.
 
-    buffers: The keys of the storages of all gradients.
+    buffers: The storage keys of all gradients (see `storage_key`).
     """
     old = p.grad
     if upstream.storage_key(g) in buffers:
         g = g.clone()
     if old is None:
         return _set, p, g.clone()
-    # Writes in place if the old gradient has no graph and no overlapping entries.
+    # The sum is written in place if the old gradient has no graph and no overlapping entries.
     writable = not (old.requires_grad or old.is_inference())
     if writable and old.layout == torch.strided:
         writable = not has_overlaps(old)
@@ -244,7 +256,7 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
 def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Returns the gradients detached, as autograd stores them in `.grad`.
 
-    Copies all gradients if two of them share memory or entries of a gradient share memory.
+    Copies all gradients if two gradients share memory or entries of a gradient share memory.
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
@@ -318,7 +330,7 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """Returns `p.grad_dtype` (p's dtype before PyTorch 2.10); if None, the dtype of `.grad`."""
+    """Returns `p.grad_dtype` (p's dtype before PyTorch 2.10), or the dtype of `.grad` for None."""
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

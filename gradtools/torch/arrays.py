@@ -1,7 +1,7 @@
-"""Arrays, keys and the array-API namespace in PyTorch.
+"""Conversions of arrays, random keys, and the array-API namespace in PyTorch.
 
-Conversions from NumPy keep the dtype or raise. A key is an int64 tensor of two words. Child i of
-the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
+Conversions from NumPy preserve the dtype or raise an error. A key is an int64 tensor of two words.
+Child i of the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
 
     a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i).
 
@@ -30,13 +30,13 @@ ODD = -0x4498517A7B3558C5  # an odd word with about as many 1 bits as 0 bits
 
 
 def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
-    """Converts one array to a tensor of the same dtype; returns tensors as they are.
+    """Converts an array to a tensor of the same dtype. A tensor is returned unchanged.
 
-    device_of: A tensor; the result is created on its device, not on the default device.
+    device_of: A tensor whose device is used for the result, instead of the default device.
     """
     if isinstance(x, torch.Tensor):
         return x
-    if is_compiling():  # dynamo's arrays are tensors already
+    if is_compiling():  # in compiled code, NumPy arrays are tensors
         return torch.asarray(x)
     array = as_numpy(x)
     device = torch.empty(0).device if device_of is None else device_of.device
@@ -51,7 +51,7 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Copies one array to NumPy, detached from the graph. See ``gradtools.arrays``."""
+    """Detaches a tensor and copies it to a NumPy array. See ``gradtools.arrays``."""
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
@@ -73,7 +73,7 @@ def to_numpy(x: Any) -> np.ndarray:
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
     """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
-    return y.clone() if upstream.is_zero(y) else y  # y has no memory, but PyTorch 2.8 reads it
+    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 would read missing memory
 
 
 def random_key(seed: Any) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
-    """Converts to an ml_dtypes dtype, or to float32 if ml_dtypes is not installed."""
+    """Converts a tensor to an ml_dtypes array, or to float32 if ml_dtypes is not installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -171,5 +171,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right logically; PyTorch's `>>` is arithmetic."""
+    """Applies a logical right shift; the operator `>>` of PyTorch is an arithmetic shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

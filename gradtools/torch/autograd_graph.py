@@ -1,4 +1,4 @@
-"""Autograd's graph: its nodes, the leaves that a result depends on, and its pullback."""
+"""Reads autograd's graph: nodes, the leaves on which a result depends, and the pullback."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
-_parent = itemgetter(0)  # the node of an edge; a comprehension would run Python code per node
+_parent = itemgetter(0)  # the node of an edge; a comprehension would be slower
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
-    """Returns the nodes of the graph of outs, including leaves, up to `ends`."""
+    """Returns the nodes of the graph of outs, including leaf nodes; the search stops at `ends`."""
     return nodes_behind([node_of(y) for y in outs if y.requires_grad], ends)
 
 
@@ -49,16 +49,17 @@ _UNSPENT = [False]
 
 
 def is_spent(x: Tensor) -> bool:
-    """Returns whether x is the alias of an argument in a finished derivative.
+    """Returns whether x is the alias of an argument in a derivative that has been computed.
 
-    An alias of a finished derivative is a constant, which is no longer differentiated. The alias's
-    attribute `SPENT` is a list with one flag, which all aliases of a derivative share.
+    After the derivative is computed, the alias is a constant, which is no longer differentiated.
+    The attribute `SPENT` of an alias is a list with one flag, which all aliases of the derivative
+    share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
-    """Returns whether outs depend on a leaf that is not spent, see `is_spent`."""
+    """Returns whether outs depend on a leaf for which `is_spent` is False."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # an explicit loop is faster, and every derivative runs this function
         if y.requires_grad:
@@ -84,14 +85,15 @@ def pulled(
     create: bool,
     plain: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Calls `torch.autograd.grad` without its argument checks; returns None for unused inputs.
+    """Calls `torch.autograd.grad` without argument checks. The gradient of an unused input is None.
 
     plain: Whether a checkpoint recomputes its function with `PlainKernels`.
     """
     if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     run = upstream.engine
-    # A recording identifies autograd's accumulations by the calling function.
+    # A dispatch mode that records operations recognizes autograd's additions by the name of the
+    # calling function.
     if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
         run = upstream.run_engine
     args = tuple(ys), tuple(cts), retain, create, tuple(xs)

@@ -49,14 +49,14 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # wide enough for sums of squares
+}  # dtypes in which sums of squares do not overflow
 _TINY = torch.finfo(torch.float64).tiny
 
 
 class TorchBackend(FrameworkBackend):
-    """`gradtools.backend.Backend` for PyTorch.
+    """Implements `gradtools.backend.Backend` for PyTorch.
 
-    This module imports the engines and rules; other members are imported on first access.
+    The engines and rules are imported with this module. Other members are imported on first access.
     """
 
     name, package = "torch", "gradtools.torch"
@@ -100,7 +100,8 @@ class TorchBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        # NumPy's float64 and complex128 subclass Python's float and complex: they are weakly typed.
+        # NumPy's float64 and complex128 are subclasses of float and complex, and are weakly typed
+        # too.
         is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
@@ -118,8 +119,8 @@ class TorchBackend(FrameworkBackend):
         dtype = _REAL.get(like.dtype, like.dtype)
         if isinstance(x, Tensor):
             return x.to(dtype)
-        # A scalar on the CPU combines with tensors on any device, unlike a scalar on another
-        # device.
+        # The scalar is created on the CPU, because a scalar on the CPU can be combined with tensors
+        # on any device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 
@@ -135,7 +136,7 @@ class TorchBackend(FrameworkBackend):
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
         norm = norms[0] if len(norms) == 1 else norm_of(torch.stack(norms))
-        # Zeros stay zero; an infinite entry makes all entries NaN, as in the original dtype.
+        # If all entries are zero, so are the results; an infinite entry makes all results NaN.
         norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
         factor = norm.clamp(max=bound) / norm
         narrow = (torch.float16, torch.bfloat16)
@@ -159,7 +160,7 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        if x.requires_grad or len(parts) < 2:  # views from `split` with a graph cannot be written
+        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are read-only
             return super().split(x, parts)
         return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 
@@ -206,17 +207,20 @@ class TorchBackend(FrameworkBackend):
     closure_converted = LazyMember("captured_tensors")
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """Calls `f(args)`; under torch.func, an f that needs NumPy runs as a host kernel."""
+        """Calls `f(args)`.
+
+        If f converts a tensor of torch.func to NumPy, f runs as a host kernel instead.
+        """
         try:
             return f(args)
         except RuntimeError as error:
             leaves, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
-            # `to_numpy` raises RuntimeRefusal.
+            # `to_numpy` raises RuntimeRefusal if a tensor has no values.
             reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)
             if not (reads and any(map(is_wrapped, xs))):
                 raise
-            from gradtools.host_kernels import ArraySpec, Kernel  # loaded on first use
+            from gradtools.host_kernels import ArraySpec, Kernel  # imported on first use
 
             out = [ArraySpec(tuple(y.shape), self.dtype_name(y)) for y in leaves]
             names = [self.dtype_name(x) for x in xs]
@@ -285,7 +289,7 @@ def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if is_compiling():
-        if function_modes.traced:  # torch.func does not support checkpoint's operator
+        if function_modes.traced:  # torch.func does not support the operator of checkpoint
             return f(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 

@@ -1,10 +1,10 @@
 """Finds the tensors that a recomputed function captures, and replaces them in later runs.
 
-In the first run inside of torch.func no graph contains the captured tensors, so the function mode
-`Captured` finds them (`CapturedInEager` outside of torch.func, for `implicit_solution`). The
-captured tensors become inputs of f's node. Whenever f runs again, the mode `Replaced` replaces them
-by these inputs. `Function.apply` bypasses modes; a captured tensor among its arguments raises an
-error.
+In the first run inside of torch.func, no graph contains the captured tensors, so the function mode
+`Captured` finds them. Outside of torch.func, `implicit_solution` uses `CapturedInEager`. The
+captured tensors become inputs of the autograd node of f. Whenever f runs again, the mode `Replaced`
+replaces the captured tensors by these inputs. `Function.apply` bypasses modes; a captured tensor
+among its arguments raises an error.
 """
 
 from __future__ import annotations
@@ -46,23 +46,26 @@ _thread = _Captures()
 
 
 def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
-    """Maps the id of each tensor replaced in this thread to the tensor and its replacement."""
+    """Maps the id of each replaced tensor in this thread to the tensor and its replacement."""
     return {} if _thread.mode is None else _thread.mode.of
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors or their replacements, to be passed to a node, which bypasses modes."""
+    """Returns xs with replacements.
+
+    `Function.apply` bypasses modes, so its arguments need this call.
+    """
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 
 
 class Replaced(TorchFunctionMode):
-    """Context in which f's operations read other tensors in place of captured tensors.
+    """Context manager that replaces captured tensors by other tensors in the operations of f.
 
-    of: The pairs of tensors that an outer `Replaced` context replaces.
+    of: The pairs of tensors and replacements of an outer `Replaced` context.
     """
 
     _before: Replaced | None = None
-    _graph, _within = True, 0  # f's grad mode; open grad-mode contexts of a Function's forward
+    _graph, _within = True, 0  # f's grad mode; number of grad-mode changes in a Function's forward
 
     def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Replaced(TorchFunctionMode):
         return fun(*self._entered(args), **self._entered(kwargs or {}))
 
     def _note_grad_mode(self, on: bool) -> None:
-        """Records the grad mode that f sets, except in a Function's forward, which restores it."""
+        """Records the grad mode that f sets. Changes by a Function's forward pass are ignored."""
         if torch.is_grad_enabled() != self._graph:
             self._within += 1
         elif self._within and on != self._graph:
@@ -109,7 +112,7 @@ class Replaced(TorchFunctionMode):
         super().__exit__(*error)
 
     def check(self, caller: str) -> None:
-        """Raises an error unless each captured tensor was replaced."""
+        """Raises an error if a captured tensor was not replaced."""
         if self._left:
             raise GradtoolsError(
                 f"{caller}: f captures a tensor of torch.func, but does not read the tensor when f "
@@ -118,7 +121,7 @@ class Replaced(TorchFunctionMode):
 
 
 def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Returns a context in which the second tensor of each pair replaces the first."""
+    """Returns a context manager in which the second tensor of each pair replaces the first."""
     if not pairs or torch.compiler.is_compiling():
         return nullcontext()
     originals, others = zip(*pairs, strict=True)
@@ -126,12 +129,12 @@ def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[An
 
 
 class Captured(Replaced):
-    """Context that finds the tensors that f captures, inside of torch.func.
+    """Context manager that finds the tensors that f captures, inside of torch.func.
 
     f's arguments, and tensors computed from the arguments, are wrapped at `level`. Other tensors
-    that require grad or are batched are captured tensors; this mode wraps them at `level` too.
+    that require grad or are batched are captured tensors, which this mode wraps at `level` too.
 
-    hidden: Whether other tensors may have tangents that torch.func's levels hide.
+    hidden: Whether other tensors may have tangents that are not visible inside of torch.func.
     """
 
     def __init__(self, level: int, hidden: bool = False) -> None:
@@ -141,7 +144,7 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # torch.func passes its own wrappers to `autograd.grad`, which must not be replaced.
+        # The wrappers that torch.func passes to `autograd.grad` must not be replaced.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # a property such as shape or T
@@ -156,7 +159,7 @@ class Captured(Replaced):
         return x if self._is_beneath() else self._entered_level(x)
 
     def _is_beneath(self) -> bool:
-        """Returns whether a node of another program is running, at a level below f's level."""
+        """Returns whether a node runs at a level of torch.func below the level of f."""
         level = upstream.peek_interpreter_stack()
         return level is None or level.level() < self._level
 
@@ -184,10 +187,10 @@ class Captured(Replaced):
 
 
 class CapturedInEager(Replaced):
-    """Context that finds the differentiated tensors that f captures, outside of torch.func.
+    """Context manager that finds the differentiated tensors that f captures, outside of torch.func.
 
-    own: The arguments of f. Results of f's operations, and tensors whose graph is newer than this
-    context, do not count as captured.
+    own: The arguments of f. Results of the operations of f, and tensors whose graph is newer than
+    this context, are not captured tensors.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -214,7 +217,7 @@ class CapturedInEager(Replaced):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
-        """Raises if f's outputs depend on a captured tensor that no mode has detected."""
+        """Raises an error if f's outputs depend on a captured tensor that was not found."""
         read = [super(CapturedInEager, self).other(x) for x, _ in self.found.values()]
         ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
         for node in nodes_of(ys, ends):
@@ -270,7 +273,7 @@ def closure_converted(
 
 
 def _beneath(x: Tensor, level: int) -> Tensor | None:
-    """Removes x's grad wrappers above `level`; returns None if the result is not below `level`."""
+    """Removes x's grad wrappers above `level`. Returns None if the result is not below `level`."""
     while upstream.maybe_get_level(x) > level:
         if not upstream.is_gradtrackingtensor(x):
             return None
@@ -279,10 +282,10 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs, with one tensor batched in each level of vmap in which any of ys is batched.
+    """Returns xs. One of the xs becomes batched in all vmaps in which a tensor of ys is batched.
 
-    torch.func does not enter a vmap for a pullback whose inputs are not batched in it, but f's
-    random draws in the first pass may be batched.
+    torch.func does not enter a level of vmap for a pullback whose inputs are not batched, but the
+    random numbers that f drew in the first pass may be batched.
     """
     xs = list(xs)
     k = next(k for k, x in enumerate(xs) if is_inexact(x))

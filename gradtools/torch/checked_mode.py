@@ -1,8 +1,9 @@
-"""Implements `gradtools.testing.checked` in PyTorch: reruns f with the stopped values held fixed.
+"""Implements `gradtools.testing.checked` in PyTorch: runs f again with fixed detached values.
 
-A `TorchFunctionMode` intercepts the operations of f. Values that f stops (by `detach`, `.data` or a
-`no_grad` block) are recorded in the first run and restored in later runs. Values inside of an
-autograd.Function are not held fixed: no call that the mode intercepts disables gradients there.
+A `TorchFunctionMode` intercepts the operations of f. Values that f detaches (by `detach`, `.data`
+or a `no_grad` block) are recorded in the first run and restored in later runs. Values that a
+`torch.autograd.Function` computes are not fixed, because the mode does not intercept the call that
+disables gradients inside of a Function.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def scope(own: bool) -> AbstractContextManager[None]:
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Returns a context that restores the random state on exit."""
+    """Returns a context manager that restores the random state on exit."""
     return restored(Randomness.everywhere({"cuda"} if torch.cuda.is_initialized() else ()))
 
 
@@ -57,14 +58,14 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the values and requires_grad flags of xs; empty lists if no graph is recorded."""
+    """Yields the detached xs and their requires_grad flags, or empty lists if grad mode is off."""
     moving = [isinstance(x, Tensor) and x.requires_grad for x in xs]
     values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
     yield (values, moving) if torch.is_grad_enabled() and not traced(xs) else ([], [])
 
 
 class HeldProgram(CheckedProgram, TorchFunctionMode):
-    """Runs f again at other points, with stopped values held fixed."""
+    """Runs f again at other points; detached values are the values of the first run."""
 
     half = sys.modules[__name__]
 
@@ -84,7 +85,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self._measure(leaves)
         with self.at(self.numbers(leaves)) as xs:
             outs = self.run(*xs)
-        if captures:  # captured tensors that require gradients are leaves too
+        if captures:  # captured tensors that require grad become additional leaves
             self.captured = list(dict.fromkeys(x for x in leaves_of(outs) if id(x) not in self.new))
             self.leaves += [x.detach() for x in self.captured]
             self._measure(self.captured)
@@ -137,7 +138,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluates an edit's forward function, without the derivative that the edit defines."""
+        """Evaluates the forward function of an edit without the custom derivative."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]
@@ -164,7 +165,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # called outside of f's own forward code
+        if here.own or func in _BACKWARD:  # not called by f's own forward code
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:
@@ -213,7 +214,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             super().see(name, line, [y.clone() for y in ys])
 
     def _see_arguments(self, name: str, given: Sequence[Tensor]) -> None:
-        """Records tensors that no operation returned, such as results of autograd.Functions."""
+        """Records arguments that no operation returned, such as results of autograd.Functions."""
         if self.count is None:
             return
         line = innermost(lines_above(1))
@@ -229,7 +230,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
 
 
 def _with_hooks(x: Tensor, hooks: Any) -> Tensor:
-    """Returns a view of x whose gradient a parameter's hooks edit, or x if there are none."""
+    """Returns a view of x on which the hooks of a parameter are registered, or x without hooks."""
     y = x.view_as(x) if hooks else x
     for hook in (hooks or {}).values():
         y.register_hook(hook)

@@ -39,7 +39,7 @@ _JVP = upstream.TransformType.Jvp
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
-    """Returns the joined output leaves, which are differentiable, and the last carry."""
+    """Returns the concatenated output leaves, which are differentiable, and the last carry."""
     with marked(chunks.caller):
         rows, carry = [], [_bare(x) for x in chunks.carry]
         held = held_by(chunks) if recomputes() else None
@@ -56,7 +56,10 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """Returns f's state (None in export); rejects wrappers and warns about batch norm."""
+    """Returns f's state, or None in export.
+
+    Rejects data-parallel wrappers; warns about batch norm.
+    """
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
@@ -85,13 +88,13 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """Returns the name of a PyTorch class that manages parameters around each call, or None."""
+    """Returns the name of the distributed wrapper class that `kind` is or derives from, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
 
 def recomputes() -> bool:
-    """Returns whether to recompute chunks: True if a graph is recorded outside of any jvp."""
+    """Returns whether to recompute chunks: a graph is recorded, and no jvp is active."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -100,18 +103,23 @@ def recomputes() -> bool:
 
 
 def verifies(options: ChunkOptions, program: Program) -> bool:
-    """Returns whether this call is compared with its recomputation; records the comparison."""
+    """Returns whether to compare this call with its recomputation.
+
+    By default, the first call is compared.
+    """
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
     return options.verify is not False and "verified" not in options.latest
 
 
 class Chunk:
-    """Evaluates f at one chunk, as a function `run` of the tensors xs among its arguments.
+    """Evaluates f at one chunk.
+
+    The method `run` is a function of xs, the tensors among the arguments.
 
     Attributes:
-        after: The carry that f returned.
-        others: The outputs that are not tensors, by position.
+        after: The carry that f returned for this chunk.
+        others: The outputs that are not tensors, as a dictionary from positions to outputs.
     """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
@@ -139,7 +147,10 @@ class Chunk:
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
     def recomputed(self, held: Held, state: RunState) -> tuple[Tensors, RunState]:
-        """Returns the outputs, which the backward pass recomputes, and the state after the run."""
+        """Returns the outputs and the state after the run.
+
+        The backward pass recomputes the outputs.
+        """
         program, xs = Program(self._chunks.caller, self.run, held, state), as_read_now(self.xs)
         verify = verifies(self._chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
@@ -154,7 +165,10 @@ class Chunk:
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
-    """Concatenates the outputs of all chunks; list outputs form one flat list."""
+    """Concatenates the outputs of all chunks.
+
+    Outputs that are lists are concatenated to a single list.
+    """
     axes = chunks.outputs.axes
     if axes is None:
         return [y for row in rows for y in row]
@@ -174,7 +188,7 @@ def _bare(x: Any) -> Any:
 
 
 def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
-    """Yields each chunk's index, and its slices of the split arrays and of the lists."""
+    """Yields the index of each chunk and the chunk's slices of the split arrays and lists."""
     columns, lists = [_parts(chunks, x, axis) for x, axis in chunks.splits], chunks.lists
     bar = chunks.options.progress and chunks.cut.count > 1
     with progress_bar(chunks.cut.count) if bar else _NOTHING as shown:
@@ -185,7 +199,7 @@ def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
-    if chunks.cut.interleaved:  # one gather, whose backward is one scatter
+    if chunks.cut.interleaved:  # one gather operation; its backward pass is one scatter operation
         rows = [r for rows in chunks.cut.rows for r in rows]
         x = x.index_select(axis, torch.tensor(rows, device=x.device))
     return x.split(chunks.cut.sizes, axis)
@@ -194,7 +208,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
 def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
-    """Evaluates f as one chunk."""
+    """Evaluates f as a single chunk, which is recomputed in the backward pass."""
     if not recomputes():
         return f(*args, **kwargs)
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
@@ -220,7 +234,7 @@ def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]
 
 
 class _Sums:
-    """Accumulates the outputs of chunks, in place if that is exact.
+    """Accumulates the outputs of chunks, in place if all outputs are plain tensors on the CPU.
 
     weigh: If given, each term is `weigh(w, x)`, where w is a chunk's first output.
     """
@@ -251,7 +265,7 @@ class _Sums:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
     def total(self) -> Tensors:
-        """Returns the sums; with weights, the sum of the weights and the weighted means."""
+        """Returns the sums or, if `weigh` is given, the sum of weights and the weighted means."""
         if self._weigh is None or not self._sums:
             return self._sums
         total, *rest = self._sums

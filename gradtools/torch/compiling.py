@@ -1,7 +1,8 @@
 """Configures dynamo without importing it, and detects derivatives that compiled code would lose.
 
-Importing dynamo takes longer than importing the rest of PyTorch, and programs that do not compile
-do not need it. Functions that dynamo must not trace are therefore registered by an import hook.
+Importing dynamo takes longer than importing the rest of PyTorch, and programs without compiled
+functions do not need dynamo. Functions that dynamo must not trace are therefore registered by an
+import hook.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _TO_REGISTER: list[Callable[[], Any]] = []  # to be called once dynamo is loaded
 
 
-def is_compiling() -> bool:  # an alias of PyTorch's function may be folded to False
+def is_compiling() -> bool:  # dynamo may fold an alias of PyTorch's function to False
     """Returns whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 
 
 def _with_dynamo(register: Callable[[], Any]) -> None:
-    """Calls `register` once dynamo is loaded, immediately if it is loaded already."""
+    """Calls `register` when dynamo is loaded, or immediately if dynamo is already loaded."""
     if upstream.DYNAMO in sys.modules:
         register()
     else:
@@ -63,18 +64,18 @@ def skipped_by_dynamo(fun: F) -> F:
 def only_inlined(fun: F) -> F:
     """Marks `fun` as a function that dynamo traces only as part of a surrounding graph.
 
-    After a graph break, `fun` runs again from its first line. If dynamo compiled `fun` separately,
-    `is_compiling()` would be True in that run.
+    After a graph break, dynamo runs `fun` again from the first line. If dynamo compiled `fun`
+    separately, `is_compiling()` would be True in that run.
     """
     _with_dynamo(lambda: upstream.skip_code(fun))
     return fun
 
 
 def left_to_python(module: str) -> None:
-    """Makes dynamo skip a module; functions that the module calls may be compiled.
+    """Makes dynamo skip a module. Dynamo may still compile functions that the module calls.
 
-    Modules that call `left_to_python(__name__)` in their first lines run functions again under
-    nested modes, which dynamo cannot trace.
+    Call `left_to_python(__name__)` in the first lines of a module that reruns functions under
+    nested modes, because dynamo cannot trace nested modes.
     """
     _with_dynamo(lambda: upstream.skip_module(module))
 
@@ -120,7 +121,7 @@ class _WhenDynamoArrives(MetaPathFinder):
             for register in _TO_REGISTER:
                 register()
 
-        loader.exec_module = exec_module  # each module has its own loader
+        loader.exec_module = exec_module  # the loader is a new object for each module
         return spec
 
 
@@ -132,7 +133,10 @@ if upstream.DYNAMO not in sys.modules:
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compiles f, but runs it eagerly in forward mode: compiled code silently drops tangents."""
+    """Compiles f.
+
+    In forward mode, f runs eagerly, because compiled code silently drops tangents.
+    """
     code = torch.compile(f, **options)
     if isinstance(f, torch.nn.Module):
         return code
@@ -141,7 +145,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             for x in (*args, *kwargs.values()):
-                refuse_foreign("torch", x)  # would be a constant in compiled code
+                refuse_foreign("torch", x)  # a foreign array would be a constant in compiled code
             if upstream.forward_level() >= 0:
                 return f(*args, **kwargs)
         return code(*args, **kwargs)
@@ -158,7 +162,7 @@ NO_DOUBLE_BACKWARD = (
 
 @contextmanager
 def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    """Context manager in which the tensors of a closure become constants of a compiled graph."""
     tracing = upstream.TracingContext.try_get() is not None
     mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
     if mode is None:

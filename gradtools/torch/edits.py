@@ -1,4 +1,4 @@
-"""Fast path for edits of one tensor if only autograd is active: attaches the node directly."""
+"""Fast path for edits of one tensor in plain eager mode: attaches the node directly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
     """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if type(x) not in PLAIN or _is_wrapped(x):
         return None
-    # `is_followed` is inlined: a call would take as long as the rest of an edit.
+    # `is_followed` is inlined, because a call takes as long as the rest of this function.
     if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
     if rule.reverse_only:
@@ -40,13 +40,13 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
         application = rule.__dict__.get("_application") or edit_application(rule, 1)
     else:
         application = Application(rule, None, 1, cotangent, materializes=True)
-    # The caller may keep `value`, and the output may be written in place.
+    # `value` is copied, because the caller may still use it and the output may be written in place.
     out = x if value is None else value.detach().clone()
     return attach((application, (out,)), x)[0]
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """Returns the application that all calls of an edit share, which the first call creates."""
+    """Returns the `Application` of an edit. The first call creates it, and later calls reuse it."""
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -64,8 +64,9 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 def tied(x: Any, function: Callable[..., Any]) -> Any:
     """Returns x with edges to the leaves that a function captures.
 
-    Derivatives of x depend on the captured leaves. No gradient flows along the edges, but a
-    derivative at x finds the leaves of an outer derivative through the edges, and keeps its graph.
+    The derivatives of x depend on the leaves that the function captures. No gradient flows along
+    the edges, but a derivative at x finds the leaves of an outer derivative through the edges, so
+    the results of the derivative are attached to the graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x
@@ -85,7 +86,7 @@ def _is_tracked(x: Any) -> bool:
 
 
 class _Tied(torch.autograd.Function):
-    """Returns its first argument unchanged."""
+    """Returns its first argument unchanged, with edges to the other arguments."""
 
     recorded_as = "identity"
 

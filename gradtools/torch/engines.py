@@ -2,13 +2,13 @@
 
     eager code                       `torch.autograd.grad`, at aliases of the arguments
     torch.func and compiled code     `torch.func`, which supports nesting and tracing
-    forward mode                     dual numbers; if the process's only level of dual numbers is
-                                     in use, the transpose of the pullback
+    forward mode                     dual numbers, or the transpose of the pullback if the only
+                                     level of dual numbers is already active
 
 PyTorch differentiates f's own operations; `gradtools.testing.checked` checks the result.
 
-Results are attached to autograd's graph if and only if grad mode is on at entry and they depend on
-a tensor that requires grad. Otherwise the results are detached, and the graph is freed.
+Results are attached to autograd's graph if and only if grad mode is on at entry and the results
+depend on a tensor that requires grad. Otherwise the results are detached, and the graph is freed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ Push = Callable[[Tensors], Tensors]
 
 
 class _Here(threading.local):
-    """Counts the derivatives of this thread. Class attributes are the fastest to read."""
+    """Counts the derivatives of this thread.
+
+    Class attributes are used because reading them is fastest.
+    """
 
     taken = 0  # number of derivatives so far, to detect functions that take derivatives
     depth = 0  # number of derivatives whose functions are being evaluated
@@ -70,7 +73,7 @@ _here = _Here()
 
 @only_inlined
 def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """Evaluates fun once; returns the value and the pullback."""
+    """Evaluates fun once, and returns the outputs and the pullback."""
     if torch.compiler.is_dynamo_compiling():
         return _functorch_vjp(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -84,11 +87,11 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 
 @only_inlined
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """Evaluates fun once with dual numbers; returns `(outs, extras, pushed)`.
+    """Evaluates fun once with dual numbers, and returns `(outs, extras, pushed)`.
 
-    If forward mode's level is in use, the pullback is transposed instead. Inside of a checkpoint
-    the pullback is also transposed, since the checkpoint's backward pass would otherwise evaluate
-    the tangents again.
+    If the level of forward mode is already active, the pullback is transposed instead. Inside of a
+    checkpoint the pullback is also transposed, since the checkpoint's backward pass would otherwise
+    evaluate the tangents again.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
@@ -102,7 +105,7 @@ def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors,
 
 @only_inlined
 def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
-    """Evaluates fun once; returns `(outs, extras, pushforward)`, by transposing the pullback."""
+    """Evaluates fun once, transposes the pullback, and returns `(outs, extras, pushforward)`."""
     if is_compiling():
         return _functorch_linearize(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -112,7 +115,10 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 def pushed(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """Computes `jvp` with the given kernels; raises `NoForwardMode` if the level is in use."""
+    """Computes `jvp` with the given kernels.
+
+    Raises `NoForwardMode` if the level is already active.
+    """
     return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
 
 
@@ -129,7 +135,7 @@ def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
 
 
 def caller_of(fun: Fun) -> str:
-    """Returns the operator that the user called, if the function records it."""
+    """Returns the name of the operator that the user called, or "gradtools" if it is unknown."""
     return getattr(fun, "caller", "gradtools")
 
 
@@ -137,13 +143,13 @@ def caller_of(fun: Fun) -> str:
 
 
 class _Evaluated(NamedTuple):
-    """A function's outputs with a graph, evaluated at aliases of the leaves."""
+    """The outputs of a function with their graph, and the aliases that were its arguments."""
 
     outs: Tensors
     extras: list[Any]
     aliases: Tensors
     attached: bool  # whether results are attached to an outer graph
-    spent: list[bool]  # the flag of the aliases, see `is_spent`
+    spent: list[bool]  # the flag that all aliases share, see `is_spent`
     plain: bool  # whether the function ran with `PlainKernels`
     pushes: bool  # whether tangents of the results are attached to an outer graph
 
@@ -179,7 +185,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     """Evaluates f once at aliases of the leaves, and records a graph.
 
     plain: Whether f runs with `PlainKernels`, as in all second derivatives.
-    keep: Whether grad mode is on at entry.
+    keep: Whether grad mode was on when the operator was called.
     """
     inference = torch.is_inference_mode_enabled()  # grad mode may be on inside of inference mode
     if inference or not torch.is_grad_enabled():
@@ -223,7 +229,10 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """Pulls cotangents back to the inputs; None for inputs that do not reach the outputs."""
+    """Pulls cotangents back to the inputs.
+
+    The gradient is None if no output depends on the input.
+    """
     create = torch.is_grad_enabled()
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -239,8 +248,8 @@ def _pulled(
     forward = upstream.forward_level() >= 0
     pushes = of.pushes or (forward and any(t.requires_grad for t in tangents_of(seeds)))
     create = create and (moves or pushes)
-    again = create or forward  # some tangents are wrong without a graph
-    of.spent[0] = False  # a checkpoint that recomputes f attaches to the aliases again
+    again = create or forward  # without a graph, autograd computes some tangents incorrectly
+    of.spent[0] = False  # a checkpoint that recomputes f needs a graph of the aliases
     try:
         grads = pulled(ys, inputs, seeds, retain or create, again, of.plain)
     finally:
@@ -252,12 +261,13 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """Computes the pushforward as the pullback of the pullback, which is linear."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # the values of the dummies are unused
+    with torch.inference_mode(False), torch.enable_grad():  # the primal values are not used
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
         grads = _pulled(of, tracked, of.aliases, dummies, True)
-        # A gradient without a graph to the dummy cotangents is zero.
+        # A gradient that is not connected to the dummy cotangents must be zero; otherwise the
+        # backward pass recorded no graph.
         lost = any(g is not None and not g.requires_grad and bool(g.any()) for g in grads)
 
     def push(tangents: Tensors) -> Tensors:
@@ -294,7 +304,10 @@ def _dual_jvp(
 
 
 def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
-    """Evaluates with torch.func; in compiled code, unreached leaves get zeros instead of None."""
+    """Computes the vjp with `torch.func.vjp`.
+
+    In compiled code, gradients of unused leaves are zeros instead of None.
+    """
     some: list[bool] = []  # dynamo does not trace `list[bool]()`
     reached: list[bool] = []
     nested = [False]
@@ -330,7 +343,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """Calls `torch.func.vjp` without saved-tensor hooks; keeps the hooks of a checkpoint."""
+    """Calls `torch.func.vjp` without saved-tensor hooks, except for the hooks of a checkpoint."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):
@@ -347,7 +360,8 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
     xs = tuple([unshared(kept(fun, x)) for x in leaves])
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
-    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, but not its value.
+    # Under vmap, PyTorch promotes the dtype of the tangent of a scalar times a Python number, but
+    # not the dtype of the primal value.
     pairs = zip(pushed, outs, strict=True)
     pushed = [t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype) for t, y in pairs]
     return list(outs), list(extras), pushed

@@ -1,15 +1,16 @@
 """Frozen functions in PyTorch: recomputed programs with a custom second derivative.
 
-    value       y = G(z)                 one pass, whose graph is kept until its pullback or the
-                                         next use
+    value       y = G(z)                 one pass; the graph is stored until the pullback runs or G
+                                         is called again
     pullback    g = J(z)^H c             linear in c
     second      <u, g> along c: J(z) u   one pass in forward mode, which stores nothing
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Whether the second derivative along z is needed is known only while autograd's engine runs. Third
+Only while autograd's engine runs is it known whether the second derivative along z is needed. Third
 derivatives, and all derivatives inside of torch.func, use double backward of G, recomputed as in
-`recomputation.py`. G's parameters are constants: their node raises if it is differentiated.
+`recomputation.py`. The parameters of G are constants: a derivative with respect to them raises an
+error.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _NOTHING = nullcontext()
 
 
 class Uses:
-    """State that all uses of one frozen function share."""
+    """State that all calls of a frozen function share."""
 
     def __init__(self) -> None:
-        self.state: RunState | None = None  # the state after the latest use
+        self.state: RunState | None = None  # the random state after the latest call
         self.has_forward_mode = True
         self._latest: Callable[[], _Use | None] = lambda: None
 
@@ -63,7 +64,7 @@ class Uses:
         return Uses, ()
 
     def keep(self, use: _Use, inner: Tensors, ys: Tensors) -> None:
-        """Keeps the graph of the latest use and drops the graph of the use before it."""
+        """Stores the graph of the latest call and frees the graph of the call before it."""
         before = self._latest()
         if before is not None:
             before.retained.clear()
@@ -89,7 +90,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 
 
 class _Second(Pull):
-    """Node that computes the pullback of `_Pullback`, a second derivative of G."""
+    """Autograd node that computes the pullback of `_Pullback`, a second derivative of G."""
 
     of: _Pullback
 
@@ -107,13 +108,13 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # The forward-mode level is in use, or an operation lacks forward mode. Double
-                # backward raises other errors again.
+                # The level of forward mode is already active, or an operation does not support
+                # forward mode. Double backward raises any other error again.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
                 return [(c, y) for c, y, w in pairs if w]
-        # Double backward of G, whose graph is kept for its next pullback.
+        # Double backward of G. The graph of G is stored for the next pullback of G.
         with torch.enable_grad():
             inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
             needs = zip(cs, self.wants[size:], strict=True)
@@ -128,11 +129,11 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """Node that computes the pullback of one use of G, which is linear in the cotangents."""
+    """Autograd node that computes the pullback of a call of G, linear in the cotangents."""
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the use's arguments, if some derivatives may be omitted
+    leaves: Sequence[Tensor] = ()  # the arguments, if unneeded derivatives may be omitted
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:
@@ -153,15 +154,17 @@ class _Pullback(Pull):
 
 
 class _Use(Program):
-    """One evaluation of a frozen function.
+    """A recorded call of a frozen function, which can be evaluated again.
 
     Attributes:
-        gates: The number of arguments before G's own: 1 if a scalar represents G's constants.
-        retained: An empty list, or one pair: the arguments as leaves, and the outputs with a graph.
-        kernels: The context in which later passes run.
-        changes: The version counters of the parameters; None if G changes them.
-        edit: The name of an edit without forward mode in G; empty if there is none.
-        hooked: Whether G sets hooks on gradients, which do not run in forward mode.
+        gates: The number of extra arguments before the arguments of G: 1 if a scalar represents the
+            constants of G, otherwise 0.
+        retained: An empty list, or a list with one pair: the arguments as leaf tensors, and the
+            outputs with their graph.
+        kernels: The context manager in which later evaluations run.
+        changes: The version counters of the parameters, or None if G changes parameters.
+        edit: The name of an edit in G that does not support forward mode, or "" if there is none.
+        hooked: Whether G registers gradient hooks, which do not run in forward mode.
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING
@@ -230,7 +233,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """Returns a copy of this use that is recomputed with the given kernels."""
+        """Returns a copy of this call that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- derivatives of a use
@@ -246,13 +249,14 @@ class _Use(Program):
         pull: Any
         pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-            # Use views: the engine does not reveal whether a leaf's gradient is needed.
+            # Pass views of the leaves, because the engine does not report whether the gradient of a
+            # leaf is needed.
             pull.leaves = xs
             inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
         return pull, inputs
 
     def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Computes J(z) u in forward mode."""
+        """Computes the tangents J(z) u in forward mode."""
         with dual_level():
             duals = [_dual(z, u) for z, u in zip(zs, us, strict=True)]
             with torch.enable_grad():
@@ -267,17 +271,19 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """Returns a context in which differentiating with respect to a parameter raises an error."""
+    """Returns a context manager in which the derivative with respect to a parameter raises."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
 
 
 class _Constants(torch.autograd.Function):
-    """Returns G's constants, or one scalar for all of them; their derivative raises an error.
+    """Returns the constants of G, or one scalar.
+
+    A derivative with respect to these raises an error.
 
     Args:
-        one: Whether to return the scalar.
+        one: Whether to return one scalar that represents all constants.
     """
 
     recorded_as = "frozen"

@@ -1,9 +1,10 @@
 """Thread-local function modes that choose the kernels for second derivatives.
 
-The fused attention kernels have only a first derivative, in reverse mode. If gradtools itself
-pushes tangents or takes a second derivative, attention uses plain operations. (The context
-`torch.nn.attention.sdpa_kernel` sets process-wide flags: if two threads exit the context in the
-order in which they entered it, flash attention stays disabled.) Norms use `normalization.PROGRAMS`.
+The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
+mode or takes a second derivative, attention uses plain operations. (The context manager
+`torch.nn.attention.sdpa_kernel` is not used, because it sets process-wide flags: if two threads
+exit it in the order in which they entered it, flash attention stays disabled.) Normalization layers
+use `normalization.PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # The tangent of PyTorch's own softmax has no derivative. A fully masked row of scores gives
-    # zeros.
+    # The jvp of PyTorch's softmax cannot be differentiated. If all scores of a row are masked, the
+    # weights of the row are zeros.
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
@@ -65,11 +66,11 @@ def _attention(
 
 
 _FUSED = functional.scaled_dot_product_attention
-_NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
+_NEEDS_WEIGHTS = 15  # the position of the argument `need_weights`
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
+    """Calls `multi_head_attention_forward` with need_weights=True, without the fused kernel."""
     patched = functional.scaled_dot_product_attention is not _FUSED  # a library patched attention
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
@@ -87,11 +88,11 @@ _PLAIN_KERNELS = {**_ATTENTION, **NORMS}
 
 
 class OwnMode(TorchFunctionMode):
-    """Base class of function modes that ignore gradtools' own calls of autograd's engine."""
+    """Base class of function modes that do not need to intercept gradtools' calls of the engine."""
 
 
 class PlainAttention(OwnMode):
-    """Computes attention by plain operations, in passes where PyTorch's own norms are correct."""
+    """Computes attention by plain operations, but calls PyTorch's normalization functions."""
 
     programs = _ATTENTION
 
@@ -101,7 +102,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations that support jvp, vmap and higher derivatives."""
+    """Computes attention and norms by operations that support jvp, vmap and double backward."""
 
     programs = _PLAIN_KERNELS
 
@@ -114,7 +115,7 @@ def plain_kernels_are_on() -> bool:
 
 
 class MappedNorms(OwnMode):
-    """Replaces norms by their programs under vmap if two levels differentiate them."""
+    """Replaces a normalization function by its program if two levels differentiate the function."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,36 +130,38 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 
 
 class OneTangent(PlainAttention):
-    """Runs dual numbers without a graph; stops their tangents in `no_grad` blocks (torch#128600).
+    """Evaluates dual numbers without a graph, and without tangents in `no_grad` blocks.
 
-    `frozen` and `mixed_partial` use this mode if gradtools itself chose forward mode. PyTorch's
-    forward rules of linear operations multiply zero tangents, which takes longer than applying the
-    operation to the nonzero tangent only.
+    PyTorch propagates tangents through `no_grad` blocks (pytorch#128600). `frozen` and
+    `mixed_partial` use this mode if gradtools has chosen forward mode. PyTorch's jvp rules of
+    linear operations multiply zero tangents, so this mode applies the operation only to the tangent
+    that is not zero, which is faster.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps ids to the tensors that require grad and have no tangent: captured tensors, and the
-        # leaves that a derivative inside of the function created.
+        # `read` maps ids to captured tensors that require grad. `_made` maps ids to leaves that a
+        # derivative inside of the function created.
         self.read: dict[int, weakref.ref[Tensor]] = {}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._began = upstream.nodes_made()
 
-    _stopped = 0  # if tangents are stopped, 1 + the number of torch.func levels at that point
-    _inside: Any = None  # the Python function whose own check calls this mode again
+    _stopped = 0  # 1 + the number of torch.func levels where tangents were disabled, or 0
+    _inside: Any = None  # a redispatched function, which calls this mode again
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is _set_graphs:
-            # Inside of a Function, autograd itself has disabled graphs or tangents.
+            # Inside of a `torch.autograd.Function`, autograd has already disabled graphs or
+            # tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
-            if args[0] and self._stopped >= levels:  # not set by an inner torch.func.grad
+            if args[0] and self._stopped >= levels:  # an inner torch.func.grad has more levels
                 upstream.set_forward_mode_enabled(True)
                 self._stopped = 0
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # autograd.grad needs a graph, which is not recorded
+        if fun is torch.autograd.grad:  # needs a graph, but none is recorded
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun
@@ -190,7 +193,7 @@ class OneTangent(PlainAttention):
         return y
 
     def _is_inside(self, x: Tensor) -> bool:
-        """Returns whether a derivative inside of the function created x, which requires grad."""
+        """Returns whether x, which requires grad, was created by an inner derivative."""
         if is_dual(x) or is_wrapped(x):
             return True
         if x.grad_fn is not None:
@@ -251,14 +254,14 @@ _RULES: dict[Any, Any] = {
 
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
-    """Returns whether no other mode or subclass needs to intercept a call with these tensors."""
+    """Returns whether all tensors and active modes are plain, so that no mode needs the call."""
     return PLAIN.issuperset(map(type, xs)) and all(
         isinstance(mode, OwnMode) for mode in upstream.function_modes()
     )
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:
-    """Returns the mode that chooses kernels for a function to which torch.func.vjp is applied."""
+    """Returns the function mode that chooses the kernels for `torch.func.vjp` of a function."""
     around = [level.key() for level in upstream.get_interpreter_stack()[:-1]]
     kinds = upstream.TransformType
     if getattr(fun, "plain_kernels", False) or kinds.Grad in around or kinds.Jvp in around:
@@ -267,7 +270,7 @@ def kernels_of(fun: Any) -> AbstractContextManager[Any]:
 
 
 _NOTHING = nullcontext()
-traced: list[bool] = []  # not empty while dynamo traces a function that is differentiated
+traced: list[bool] = []  # has an entry while dynamo traces a function that is differentiated
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 is_wrapped = upstream.is_wrapped
 PLAIN = frozenset([Tensor, torch.nn.Parameter])
-"""PyTorch's own classes of tensors."""
+"""The tensor classes of PyTorch that are not user-defined subclasses."""
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -24,16 +24,17 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def may_have_no_value(x: Tensor) -> bool:
-    """Returns whether an open transform may hide x's value from Python."""
+    """Returns whether x may have no value that Python can read, because a transform is active."""
     return is_wrapped(x) or upstream.is_legacy_batched(x) or upstream.is_traced_by_make_fx()
 
 
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
-    """Returns the levels at which any of xs is differentiated.
+    """Returns the levels at which at least one tensor of xs is differentiated.
 
-    The levels are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS`
-    for forward mode outside of functorch. Functorch hides tangents of forward mode, so inside of
-    functorch any of xs counts as differentiated if a forward-mode level is open.
+    A level is the number of a functorch level, `OF_AUTOGRAD` for autograd's graph, or
+    `OF_DUAL_NUMBERS` for forward mode outside of functorch. Inside of functorch, tangents of
+    forward mode are not visible, so every floating tensor of xs counts as differentiated if a level
+    of forward mode is active.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
@@ -64,7 +65,7 @@ def levels_of_vmap(x: Tensor) -> set[int]:
 
 
 def with_batch_in_front(xs: Sequence[Tensor], dims: Sequence[Any], size: int) -> list[Tensor]:
-    """Moves vmap's batch axis to the front; expands tensors that are not batched (dim None)."""
+    """Moves vmap's batch axis to the front, and expands tensors that are not batched (dim None)."""
     pairs = zip(xs, dims, strict=True)
     return [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
@@ -81,9 +82,10 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def alive(x: Tensor) -> Tensor:
-    """Removes dead wrappers of finished transforms from x, which a late pullback may receive.
+    """Removes the wrappers of finished transforms from x.
 
-    A new transform at the same level would treat dead wrappers as its own.
+    A pullback that is called after a transform has ended may receive such a wrapper. A new
+    transform at the same level would mistake the wrapper for a wrapper of its own.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)
@@ -113,7 +115,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def unshared(x: Tensor) -> Tensor:
-    """Returns x, or a copy if its entries overlap: tangents get x's memory layout."""
+    """Returns x, or a copy if entries of x share memory, since a tangent has the strides of x."""
     if torch.compiler.is_dynamo_compiling() or x.is_contiguous() or not has_overlaps(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -128,14 +130,14 @@ def has_overlaps(x: Tensor) -> bool:
 
 
 class Example:
-    """A detached tensor of a wrapper subclass, such as DTensor, as an example for `zeros_like`."""
+    """A detached tensor of a wrapper subclass, such as DTensor, which is passed to `zeros_like`."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.detach()
 
 
 def like(x: Tensor) -> Any:
-    """Returns the shape, dtype and device of a floating or complex tensor; None for other tensors.
+    """Returns the shape, dtype and device of x, or None if x is not floating or complex.
 
     For a wrapper subclass, the result also contains an `Example`.
     """
@@ -153,13 +155,13 @@ def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -
 
 
 def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
-    """Returns nonzero examples for tracing a linear map, which may branch on zeros."""
+    """Returns a tensor of ones, with which a linear map is traced; the map may branch on zeros."""
     if example is not None:
         return torch.ones_like(example.x)
     return torch.ones(shape, dtype=dtype, device=device)
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, except where `likes` is None."""
+    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]

@@ -50,7 +50,10 @@ def values_of_ranks(value: Any, group: Any) -> list[Any]:
 
 
 def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
-    """Replaces tensors without a graph by their sums over the processes, in place."""
+    """Replaces each tensor in place by its sum over the processes.
+
+    The tensors must have no graph.
+    """
     for each in _groups_of(group):
         works = [dist.all_reduce(x, group=each, async_op=True) for x in xs]
         for work in works:
@@ -80,7 +83,7 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """Gathers all processes' values, outside of transforms."""
+    """Gathers the values of all processes, outside of torch.func's transforms."""
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []
@@ -104,7 +107,7 @@ def _all_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _own_rows_of(x: Tensor, group: Any) -> Tensor:
-    """Returns this process's rows of the sum over processes."""
+    """Returns the rows of this process in the sum of x over processes."""
 
     def value(x: Tensor, group: Any) -> Tensor:
         total = _in_memory(x).clone(memory_format=torch.contiguous_format)
@@ -115,7 +118,7 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
-    """Makes a rule from a linear map; under vmap the batch is an additional axis of each row."""
+    """Applies a linear collective as a rule. Under vmap, the batch is another axis of each row."""
 
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]

@@ -1,4 +1,4 @@
-"""Helpers for tensors in derivatives: detached results, zeros, copies that autograd can save."""
+"""Detaches tensors, materializes symbolic zeros, and copies inference tensors for derivatives."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Tensor = torch.Tensor
 
 
 def normal(x: Tensor) -> Tensor:
-    """Returns x, or a copy that autograd can save if x is an inference tensor."""
+    """Returns x or, if x is an inference tensor, a copy that autograd can save."""
     return x.clone() if x.is_inference() else x
 
 
 def kept(fun: Any, x: Tensor) -> Tensor:
-    """Returns x, detached if it is a parameter to which results are attached later."""
+    """Returns x. A parameter is detached if a lazy graph attaches the results to it later."""
     return x.detach() if id(x) in getattr(fun, "own", ()) and fun.is_deferred() else x
 
 
 def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
-    """Detaches x, but keeps the tangent of a dual number, which `detach` alone would drop.
+    """Detaches x but preserves the tangent of a dual number, which `detach` alone would drop.
 
     of_tangent: Whether to detach the tangent too.
     """
@@ -41,7 +41,7 @@ def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
 
 
 def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tangents of dual numbers; a tangent has a separate graph."""
+    """Returns the tangents of the dual numbers in xs. A tangent may require grad."""
     if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
         return []  # inside of vmap a batched dual tensor cannot be unpacked
     tangents = [forward_ad.unpack_dual(x).tangent for x in xs if is_inexact(x)]
@@ -49,25 +49,25 @@ def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
-    """Detaches the tensors that require grad; None stays None.
+    """Detaches the tensors that require grad. Other entries and None are unchanged.
 
     of_tangent: Whether to detach the tangents too.
     """
     result = []
-    for x in xs:  # a loop, since every derivative runs this function
+    for x in xs:  # a loop is faster, and every derivative calls this function
         result.append(without_graph(x, of_tangent) if x is not None and x.requires_grad else x)
     return result
 
 
 def in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
-    """Allocates zeros in place of the symbolic zeros that forward mode leaves."""
+    """Replaces symbolic zeros, which forward mode creates, by allocated zeros."""
     return [
         x if x is None else tangent_in_memory(x, like) for x, like in zip(xs, likes, strict=True)
     ]
 
 
 def tangent_in_memory(tangent: Tensor | None, like: Tensor) -> Tensor:
-    """Returns the tangent; allocates zeros for None and for PyTorch's symbolic zero."""
+    """Returns the tangent, or allocated zeros if it is None or PyTorch's symbolic zero."""
     if tangent is None or upstream.is_zero(tangent):
         return torch.zeros_like(like, requires_grad=False)
     return tangent

@@ -1,8 +1,8 @@
 """Host kernels in PyTorch: one custom operator looks up each kernel by its key.
 
 A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
-operator has an implementation for fake tensors and a vmap rule. The surrounding rule defines the
-derivative.
+operator has an implementation for fake tensors and a vmap rule. The derivative is defined by the
+rule that calls the operator.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the kernel's results on the device of the first array."""
+    """Calls the host kernel. The results are on the device of the first array."""
     if not is_compiling() and running.checked:
         return [torch.zeros_like(y) for y in _fake(call.key, xs, [])]
-    if not xs:  # without a tensor argument the operator would not be traced
+    if not xs:  # an operator without tensor arguments is not traced
         return _run(call.key, xs, [])
     return by_new_vmap(lambda *xs: list(_bind(call.key, xs, [])), xs)
 
 
 class KernelCalls:
-    """Fast path of a host function for plain tensors, without derivatives, transforms or modes.
+    """Fast path of a host function for plain tensors if no derivative, transform or mode is active.
 
-    The dispatcher takes ten times as long as a call of the kernel.
+    PyTorch's dispatcher takes ten times as long as the kernel of a small host function.
 
     Attributes:
-        kernel: The host function's kernel.
-        differentiated: The fast path for tensors that require grad, or None.
+        kernel: The `Kernel` of the host function.
+        differentiated: The fast path for tensors that require grad, or None if there is none.
         count: The number of arguments, or 0 for any number.
-        alike: Whether the result is one array with the first argument's shape and dtype.
+        alike: Whether the result is one array with the shape and dtype of the first argument.
         fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
         returns a new array, so that no copy is needed; 0 for other kernels.
     """
@@ -60,7 +60,7 @@ class KernelCalls:
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
-        """Calls the kernel; returns NotImplemented if the fast path does not apply to args."""
+        """Calls the kernel. Returns NotImplemented if the fast path does not apply to args."""
         if _is_compiling() or not args or (len(args) != self.count and self.count):
             return NotImplemented
         graphs, tracked = _graphs(), False
@@ -78,7 +78,7 @@ class KernelCalls:
         try:
             for x in args:
                 array = x.numpy()
-                if keeps:  # a copy: the kernel may store the array, and x may change in place
+                if keeps:  # copied: the kernel may store the array, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
                     array = array.view()  # a view that cannot be made writable again
@@ -105,7 +105,7 @@ class KernelCalls:
         return _tensor(call.owned(y, expected)[0])
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
-        """Returns the call with arrays of the given shapes and dtypes, and its result specs."""
+        """Returns the `KernelCall` for the shapes and dtypes of arrays, and the result specs."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
 
@@ -131,7 +131,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Returns a copy that the kernel may keep if the tensor is changed in place later."""
+    """Returns a copy of x, since the kernel may store the array and x may be changed in place."""
     x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
@@ -163,7 +163,7 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """Calls a kernel; its derivative raises an error."""
+    """Calls a kernel that has no derivative. A differentiation raises an error."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
 """Adds advice to errors of PyTorch for which gradtools has an alternative.
 
-PyTorch raises a RuntimeError for most failures, so only the text identifies an error; the frame
-that raised the error shows whether it is PyTorch's own. Other errors propagate unchanged. Only this
-module matches PyTorch's error texts: if a text is reworded upstream, PyTorch's own error is raised.
+PyTorch raises a RuntimeError for most failures, so an error is identified by its text, and by the
+frame that raised the error, which must be in PyTorch. Other errors propagate unchanged. Only this
+module matches PyTorch's error texts. If PyTorch rewords a text, PyTorch's error is raised without
+advice.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ T = TypeVar("T")
 
 
 def _torch_says(error: BaseException) -> str:
-    """Returns the text of PyTorch's own error; "" for other errors and TorchScript's `raise`."""
+    """Returns the text of an error that PyTorch raised, or "" for all other errors."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 
 def known(error: BaseException, table: Mapping[str, T]) -> T | None:
-    """Returns the table's entry whose key occurs in the text of PyTorch's own error, or None."""
+    """Returns the entry of the table whose key occurs in the text of PyTorch's error, or None."""
     text = _torch_says(error)
     return next((value for part, value in table.items() if part in text), None)
 
 
 class explained:
-    """Context that raises PyTorch's known errors again with advice."""
+    """Context manager that raises known errors of PyTorch again, with advice."""
 
     __slots__ = ("caller",)
 
@@ -49,7 +50,7 @@ class explained:
 
 
 def explain(caller: str, error: RuntimeError | AssertionError) -> None:
-    """Raises a known error of PyTorch again with advice; returns for other errors."""
+    """Raises a known error of PyTorch again, with advice. Does nothing for other errors."""
     said = _torch_says(error)
     for parts, advice in _ADVICE.items():
         if said and re.search(parts, said):
@@ -84,7 +85,7 @@ _ADVICE = {
         "linearize(f, *primals)[1], which transposes reverse mode, or "
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
-    "must implement the jvp function|flat_bdims must not be None": (  # the second text under vmap
+    "must implement the jvp function|flat_bdims must not be None": (  # second: under vmap
         "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} For a Function use linearize(f, *primals)[1], which transposes "

@@ -1,11 +1,11 @@
-"""Lazy graphs: the graph of a derivative at a module is built only in a backward pass.
+"""Lazy graphs: the graph of a derivative with respect to a module is built in a backward pass.
 
-    results = g(p)        backward: evaluates g again with a graph, and pulls back
+    results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 
 Building the graph of a derivative takes as long as the derivative, and training steps do not need
 the graph. An operator therefore computes results without a graph, and a node of `recomputation.py`
-attaches the results to leaves that f reached. The second evaluation also builds the graph for
-higher derivatives.
+attaches the results to the leaves on which f depends. The second evaluation also builds the graph
+for higher derivatives.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _thread = _ThreadFlags()
 
 
 def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
-    """Returns the lazy graph of a call of f; None if the graph is built immediately.
+    """Returns the lazy graph of a call of f, or None if the graph is built immediately.
 
-    The graph is built immediately in the second evaluation, under a recorder, and inside of
-    torch.func and forward mode, whose levels no longer exist when a backward pass runs.
+    The graph is built immediately in the second evaluation and while a recorder is active. The
+    graph is also built immediately inside of torch.func and forward mode, because their levels no
+    longer exist when a backward pass runs.
     """
     again, _thread.again = _thread.again, False
     if again or not torch.is_grad_enabled() or is_compiling() or is_recorded() or is_nested():
@@ -62,7 +63,8 @@ class _LazyPull(Pull):
         count = len(self.sources)
         pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        # A result with its own graph is an argument, whose gradient is its cotangent.
+        # A result that already has a graph is an argument of the program, and its cotangent is
+        # returned unchanged.
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
@@ -72,13 +74,13 @@ class _LazyPull(Pull):
 
 
 class LazyGraph(Program):
-    """The results of a derivative at modules, recomputed if they are differentiated.
+    """Results of a derivative with respect to modules, which are recomputed if differentiated.
 
-    The program's arguments are the results that have their own graph; f does not read these
+    The arguments of the program are the results that already have a graph; f does not read these
     arguments.
     """
 
-    inlines = False  # derivatives are taken at the leaves themselves
+    inlines = False  # derivatives are taken at the leaves, not at aliases
     otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
@@ -86,11 +88,11 @@ class LazyGraph(Program):
         super().__init__("", list, held, RunState.now(held))
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
-        self.leaves: dict[int, Tensor] = {}  # the leaves that f reached, by id
+        self.leaves: dict[int, Tensor] = {}  # the leaves on which f depends, by id
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves on which f's outputs depend, except for ids in `own`."""
+        """Records the leaves on which f's outputs depend, except tensors with ids in `own`."""
         if is_nested():
             self._nested = True
             return
@@ -100,28 +102,29 @@ class LazyGraph(Program):
         for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
             if id(x) not in own and not is_spent(x):
                 self.leaves.setdefault(id(x), x)
-        # A second evaluation would reach a graph that f captures and that the first evaluation has
-        # freed.
+        # If f captures tensors with a graph, the first evaluation frees the graph, so f cannot be
+        # evaluated again.
         if min(map(upstream.sequence_of, nodes), default=self.outside) < self.outside:
             self.deferred = False
 
     def results(
         self, caller: str, again: Callable[[], Any], results: Any, select: Any = None
     ) -> Any:
-        """Makes a tree of results differentiable with respect to the leaves.
+        """Returns a tree of results that are differentiable with respect to the leaves.
 
-        again: Recomputes the results, as `select(again())`, or as `again()` if select is None.
+        again: A function that recomputes the results as `select(again())`, or as `again()` if
+        select is None.
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results
         every, treedef = trees.flatten(results)
         tensors = [(k, x) for k, x in enumerate(every) if isinstance(x, Tensor) and is_inexact(x)]
-        # If a cotangent requires grad, the pullback's results have their own graph.
+        # If a cotangent requires grad, the results of the pullback already have a graph.
         without = [(k, x) for k, x in tensors if self._nested or not x.requires_grad]
         places = [k for k, x in without if id(x) not in self._constants]
 
         def run(_: Sequence[Tensor]) -> Tensors:
-            # The cotangents may be batched by vmap; f must run outside of it.
+            # The cotangents may be batched by vmap, but f must run outside of vmap.
             outside = upstream.temporarily_clear_interpreter_stack(), torch.inference_mode(False)
             with outside[0], outside[1], torch.enable_grad(), PlainKernels():
                 _thread.again = True
@@ -143,7 +146,7 @@ class LazyGraph(Program):
 
 @contextmanager
 def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Removes the leaves' hooks, which the enclosing backward pass runs on the same gradients."""
+    """Removes the hooks of the leaves. The enclosing backward pass runs the hooks."""
     hooks = [h for x in leaves if (h := upstream.tensor_hooks(x))]
     held = [dict(h) for h in hooks]
     try:

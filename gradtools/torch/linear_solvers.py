@@ -1,7 +1,7 @@
 """Linear solvers for `implicit_solution`: conjugate gradients, GMRES, and a dense matrix.
 
-Conjugate gradients and GMRES stop at a relative residual. Under vmap the value of the residual
-cannot be read, so both solvers run the maximum number of iterations.
+Conjugate gradients and GMRES stop if the relative residual is below a tolerance. Under vmap the
+value of the residual cannot be read, so both solvers run the maximum number of iterations.
 
 Source: Saad, Iterative methods for sparse linear systems, 2003, algorithms 6.18 and 6.9.
 """
@@ -45,7 +45,7 @@ def gmres(matvec: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
             w, V = matvec(basis[-1]), torch.stack(basis)
             h = V @ w
             w = w - h @ V
-            again = V @ w  # orthogonalized twice, for accuracy
+            again = V @ w  # w is orthogonalized twice, for accuracy
             w, h = w - again @ V, h + again
             length = torch.linalg.vector_norm(w)
             zeros = h.new_zeros(min(len(b), _BASIS) - k)

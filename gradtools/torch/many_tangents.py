@@ -1,7 +1,8 @@
-"""Pushes many tangents in forward mode without a graph, for `mixed_partial`.
+"""Computes jvps along many tangents in forward mode without a graph, for `mixed_partial`.
 
-In eager code one node attaches the results to their sources. If results are differentiated, the
-function is recomputed with double backward, as in `recomputation.py`, so no graph is kept.
+In eager code, one autograd node attaches the results to the tensors on which they depend. If the
+results are differentiated, the tangents are recomputed by double backward, as in
+`recomputation.py`, so no graph is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def jvps(
     """Computes `jvp` along many tangents.
 
     A dual number has one tangent, so each direction needs a separate evaluation; all evaluations
-    start from the same state.
+    start from the same random state and the same buffers.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested:
@@ -49,7 +50,7 @@ def jvps(
                 if k:
                     state.restore()
                 rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
-    except NoForwardMode:  # forward mode is in use, or G uses autograd's engine
+    except NoForwardMode:  # forward mode is already active, or G uses autograd's engine
         state.restore()
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:
@@ -67,7 +68,7 @@ def jvps(
 
 
 class _Pushed(Program):
-    """Program of a function's outputs and tangents; reruns compute tangents by double backward."""
+    """Program that returns outputs and tangents. Later runs compute tangents by double backward."""
 
     otherwise = True
 
@@ -78,10 +79,12 @@ class _Pushed(Program):
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """Returns results that are differentiable at the tensors in `given` and in `mode.read`."""
         own, xs = set(map(id, given)), as_read_now(given)
-        # Exclude tensors that the function created, such as aliases of a derivative that it took.
+        # Exclude tensors that the function created, such as aliases of a derivative inside of the
+        # function.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        # The arguments of `Function.apply` bypass modes; the recorded graph contains them.
+        # Function modes do not intercept the arguments of `Function.apply`, but the recorded graph
+        # contains these arguments.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
@@ -91,7 +94,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes the transpose of the pullback, which is linear in the cotangents."""
+        """Computes tangents by the transpose of the pullback, which is linear in cotangents."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -109,14 +112,14 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Returns a function that restores the current state before each of `count` evaluations."""
+    """Returns a function to call before each of `count` evaluations; it restores the state."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the `Held` state of a function, its user function, arguments and modules."""
+    """Returns a `Held`: the state of a function, of the user's function, and of their arguments."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

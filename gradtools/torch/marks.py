@@ -1,7 +1,8 @@
-"""`retained_gradients` in PyTorch evaluates eager code once.
+"""Implements `retained_gradients` in PyTorch, with a single evaluation of eager code.
 
-The first evaluation of a mark creates a leaf tensor, and autograd differentiates with respect to
-the arguments and these leaves. Inside of torch.func's transforms, leaves must exist before f runs.
+The first evaluation of a mark creates a leaf tensor, and autograd computes the gradients of the
+arguments and of the created leaves. Inside of torch.func's transforms, the leaf tensors must exist
+before f runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class _TorchTape(MarkedValues):
-    """Marked values of f, which is evaluated at `level` of torch.func."""
+    """The marked values of a function that is evaluated at the level `level` of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ def marked(backend: Any, xs: list[Tensor], mark: Mark) -> list[Tensor]:
 
 
 def _zeros(x: Tensor, level: int) -> Tensor:
-    """Returns negative zeros like x, with the axes of all vmaps inside of `level` in front."""
+    """Returns negative zeros like x, with the batch axes of all vmaps above `level` in front."""
     shape = [upstream.batch_size_of(v) for v in _vmaps(x, level)] + [*x.shape]
     if level:
         return -torch.zeros(shape, dtype=x.dtype, device=x.device)
@@ -56,7 +57,7 @@ def _batched(d: Tensor, x: Tensor, level: int) -> Tensor:
 
 
 def _vmaps(x: Tensor, level: int) -> list[Any]:
-    """Returns the vmaps inside of `level` that batch x, outermost first."""
+    """Returns the vmaps above `level` that batch x, outermost first."""
     own, stack = levels_of_vmap(x), upstream.get_interpreter_stack() or ()
     return [v for v in stack if v.level() > level and v.level() in own]
 

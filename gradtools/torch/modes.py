@@ -1,4 +1,4 @@
-"""Manages a thread's levels and modes: legacy vmap, forward mode, saved-tensors hooks."""
+"""Manages levels and modes of the current thread: legacy vmap, forward mode, saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def is_followed() -> bool:
-    """Returns whether a transform, a mode, a trace or forward mode may observe an operation.
+    """Returns whether a transform, a mode, a trace or forward mode is active.
 
     The legacy vmap does not count as a transform.
     """
@@ -25,10 +25,10 @@ def is_followed() -> bool:
 
 
 def batchings() -> int:
-    """Returns the number of open levels of autograd's legacy vmap (``is_grads_batched``).
+    """Returns the number of active levels of autograd's legacy vmap (``is_grads_batched``).
 
     Dynamo must not trace this function: dynamo would drop the increment, whose result is unused,
-    and keep the decrement.
+    but not the decrement.
     """
     if torch.compiler.is_dynamo_compiling():
         return 0  # dynamo does not trace the backward pass under the legacy vmap
@@ -37,10 +37,10 @@ def batchings() -> int:
 
 
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
+    """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` under `torch.vmap`.
 
-    Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
-    loses that graph when the level ends. Autograd keeps the graphs of results of `torch.vmap`.
+    The graph of a `torch.autograd.Function` that is applied to tensors of the legacy vmap is lost
+    when the level ends. The graph of results of `torch.vmap` is not lost.
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
@@ -66,14 +66,14 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
 
 
 class NoForwardMode(Exception):
-    """Raised if PyTorch's only forward-mode level is in use, or cannot be used."""
+    """Raised if PyTorch's only forward-mode level is already active or cannot be used."""
 
 
 _FORWARD_MODE = threading.Lock()
 
 
 def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
-    """Makes a dual tensor at the current level; raises `NoForwardMode` for a DTensor."""
+    """Makes a dual tensor at the current level. Raises `NoForwardMode` if x is a DTensor."""
     try:
         return upstream.make_dual(x, tangent, level=upstream.forward_level())
     except NotImplementedError as error:
@@ -82,10 +82,11 @@ def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Locks forward mode, since PyTorch has a single level for all threads.
+    """Acquires a lock on forward mode, since PyTorch has a single level for all threads.
 
-    Raises `NoForwardMode` instead of waiting, which could deadlock: the thread that holds the level
-    may wait for this thread. A caller that catches `NoForwardMode` applies reverse mode twice.
+    If the lock is not available, `NoForwardMode` is raised. Waiting could deadlock, because the
+    thread that owns the lock may wait for this thread. Callers that catch `NoForwardMode` apply
+    reverse mode twice instead.
     """
     if not _FORWARD_MODE.acquire(blocking=False):
         raise NoForwardMode
@@ -99,9 +100,9 @@ def forward_mode() -> Iterator[None]:
 
 @contextmanager
 def dual_level() -> Iterator[None]:
-    """Enters `torch.autograd.forward_ad.dual_level`; raises `NoForwardMode` if the level is in use.
+    """Enters the level of dual numbers. Raises `NoForwardMode` if the level is already active.
 
-    The context enables tangents, which torch.func and a Function's jvp disable around their code.
+    Tangents are enabled, because torch.func and the jvp of a Function disable tangents.
     """
     with forward_mode():
         tangents, level = upstream.is_forward_mode_enabled(), upstream.enter_forward_level()
@@ -114,17 +115,17 @@ def dual_level() -> Iterator[None]:
             try:
                 upstream.leave_forward_level(level)
             finally:
-                if upstream.forward_level() == level:  # an interrupt may skip the exit
+                if upstream.forward_level() == level:  # a KeyboardInterrupt may skip the exit
                     upstream.leave_forward_level(level)
                 upstream.set_forward_mode_enabled(tangents)
 
 
 @contextmanager
 def unpacked() -> Iterator[list[Any]]:
-    """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
+    """Disables all saved-tensor hooks, and yields the hooks, innermost first.
 
-    Without hooks, checkpoints do not save the tensors of the inner graph. `torch.func` raises an
-    error if saved-tensor hooks are active.
+    A surrounding checkpoint thus does not save the tensors of an inner graph. `torch.func` raises
+    an error if saved-tensor hooks are active.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:
@@ -138,5 +139,5 @@ def unpacked() -> Iterator[list[Any]]:
 
 
 def has_checkpoint(hooks: Sequence[Any]) -> bool:
-    """Returns whether any of the hooks belongs to `torch.utils.checkpoint`."""
+    """Returns whether one of the hooks belongs to `torch.utils.checkpoint`."""
     return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]

@@ -1,12 +1,12 @@
-"""Modules as arguments: a module is differentiated with respect to its parameters.
+"""Differentiates functions of modules with respect to the parameters of the modules.
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f receives the user's module itself. Classes, attributes, parameter hooks, outside references to
-parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
+f receives the user's module, not a copy. Classes, attributes, parameter hooks, outside references
+to parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
 dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
-list, a dictionary or a dataclass. The graph of a result is built when a backward pass reaches the
-result (`lazy_graphs`).
+list, a dictionary or a dataclass. The graph of a result is built in the backward pass of the result
+(see `lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
 In these cases f receives a structural copy of the module, as in `make_functional`. Code that still
@@ -45,9 +45,10 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """Rewrites the call in terms of parameter dictionaries; None if it differentiates no module.
+    """Rewrites a call as a function of parameter dictionaries.
 
-    Raises in compiled code, where `torch.func` differentiates functions of tensors only.
+    Returns None if no differentiated argument contains a module. Raises an error in compiled code,
+    where `torch.func` differentiates functions of tensors only.
     """
     for i in argnums:
         if is_compiling() and isinstance(args[i], nn.Module):
@@ -106,7 +107,7 @@ def _differentiated(tree: ModuleTree) -> Parameters:
 def _is_differentiated(p: Tensor) -> bool:
     if p.requires_grad or (upstream.forward_level() < 0 and not upstream.is_wrapped(p)):
         return p.requires_grad
-    with upstream.temporarily_clear_interpreter_stack():  # levels of functorch hide tangents
+    with upstream.temporarily_clear_interpreter_stack():  # a level of functorch hides tangents
         return bool(levels_differentiating([p]))
 
 
@@ -114,9 +115,11 @@ class Opened:
     """A call with modules among its arguments, rewritten as a function of their parameters.
 
     Attributes:
-        f: The user's function.
-        args: The arguments, with each differentiated module replaced by its parameters.
-        own: The ids of the modules' parameters, which the engine differentiates without aliases.
+        f: The function of the user.
+        args: The arguments, in which each differentiated module is replaced by a dictionary of its
+            parameters.
+        own: The ids of the modules' parameters, with respect to which the engine differentiates
+            without aliases.
         opened_modules: The modules among the arguments.
     """
 
@@ -158,7 +161,8 @@ class Opened:
         self.opened_modules = list(self._parameters)
         self._graph = current_graph(f, self.opened_modules)
         every = [p for named in self._parameters.values() for p in named.values()]
-        # A tensor of an outer derivative with respect to the module has no graph of its own.
+        # In an outer derivative with respect to the module, the parameters are tensors of that
+        # derivative.
         plain = not is_nested() or all(p.requires_grad and not is_dual(p) for p in every)
         self.own = frozenset(map(id, every)) if plain else frozenset()
         if self._graph is not None and plain:
@@ -208,7 +212,7 @@ class Opened:
         return output
 
     def is_deferred(self) -> bool:
-        """Returns whether the graph of results is built in the backward pass."""
+        """Returns whether the graph of the results is built later, in the backward pass."""
         return self._graph is not None and self._graph.deferred
 
     def attaching(self, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:

@@ -1,16 +1,16 @@
 """Converts a PyTorch module to a pure function of its parameters and buffers.
 
-``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
-between threads. Here each call builds a structural copy (`Copy`) instead, whose submodules have
-their own dictionaries with the given parameters and clones of the given buffers. All other
-attributes of the module are shared, including hooks. References of the tree to itself (tied
-tensors, shared submodules, bound methods, lists of weights, plain objects that contain a submodule)
-are replaced by references to the copy. If closures and other objects still read the module's own
-tensors, operations of the call read the given tensors instead. ``make_functional`` makes one copy,
-and each call copies this copy.
+``torch.func.functional_call`` replaces tensors inside of the shared module, which is a data race if
+several threads call it. Here each call builds a structural copy (`Copy`) instead, whose submodules
+have their own dictionaries with the given parameters and clones of the given buffers. All other
+attributes of the module are shared, including hooks. References inside of the module to its own
+tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
+objects) are replaced by references to the copy. If closures and other objects still read the
+module's own tensors, operations of the call read the given tensors instead. ``make_functional``
+makes a first copy, and each call of ``apply`` copies the first copy.
 
-``torch.compile`` cannot trace the construction of copies; it traces ``functional_call`` on another
-private copy instead. ``gradtools.models`` documents the public name.
+``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
+applied to another private copy instead. ``gradtools.models`` documents the public name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Shapes = Mapping[str, torch.Size]
 Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
 Apply = Callable[..., Applied]
 
-DEPTH = 4  # search depth in lists and dictionaries for references to the tree
+DEPTH = 4  # depth to which lists and dictionaries are searched for references to the tree
 _INERT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 SEEDING = threading.RLock()  # the process shares the global random streams
@@ -53,9 +53,9 @@ SEEDING = threading.RLock()  # the process shares the global random streams
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """The modules, parameters and buffers of a tree, each listed once under its first name.
+    """The modules, parameters and buffers of a module and its submodules, without repeats.
 
-    hidden: Modules wrapped by a transformed module (`chunked(module)`).
+    hidden: The modules that are wrapped by transformed modules, such as `chunked(module)`.
     """
 
     modules: dict[nn.Module, str]
@@ -65,7 +65,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleTree:
-        """Collects modules, parameters and buffers in one walk, faster than `named_modules` etc."""
+        """Collects modules, parameters and buffers in a single traversal of the module."""
         tree = cls({}, {}, {}, {})
         tree._walk(module, "", set())
         for part in tree.modules:
@@ -134,7 +134,10 @@ def _refers_to(template: ModuleTree, originals: Iterable[Tensor]) -> bool:
 
 
 def _trained(tree: ModuleTree, params: Tensors, buffers: Tensors, train: bool) -> ModuleTree:
-    """Returns a copy after ``module.train(train)``, which classes may override."""
+    """Returns the tree of a copy on which ``train(train)`` was called.
+
+    Classes may override ``train``.
+    """
     scratch = {name: p.clone() for name, p in params.items()}
     clones = {name: b.clone() for name, b in buffers.items()}
     root = Copy(tree, scratch, clones).root.train(train)
@@ -163,7 +166,7 @@ def apply(
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
     if not torch.compiler.is_compiling():
-        trees.flatten((args, kwargs))  # rejects JAX's arrays, which a module may pass through
+        trees.flatten((args, kwargs))  # rejects JAX arrays, which a module might return unchanged
     frozen = {name: state[name] for name in shapes[2]}
     buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
     given = {**params, **frozen} if frozen else params
@@ -185,7 +188,7 @@ def _call(
     args: tuple,
     kwargs: dict,
 ) -> Applied:
-    if upstream.caches_weights():  # the cache's keys are ids, which copies reuse
+    if upstream.caches_weights():  # the keys of the cache are ids, which later copies may reuse
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could get another "
             "copy's weights. Call apply outside of cached()."
@@ -207,17 +210,18 @@ def _seeded_call(key: Any, copied: Callable[..., Copy], originals: Tensors, *giv
 
 
 class Copy:
-    """A copy of a module for one call, with other parameters; shares all other attributes.
+    """A copy of a module for one call, with other parameters and buffers.
 
     Args:
         tree: The module.
-        params: The copy's parameters; missing parameters are shared.
-        buffers: The copy's buffers.
-        references: For each module, the attributes that refer to the tree; None if unknown.
+        params: The parameters of the copy; missing parameters are shared with the original.
+        buffers: The buffers of the copy.
+        references: For each module, the names of the attributes that refer to the tree, or None if
+            unknown.
 
     Attributes:
         root: The copy.
-        references: The attributes that refer to the tree, found when this copy was made.
+        references: For each module, the names of the attributes that refer to the tree.
     """
 
     def __init__(
@@ -257,12 +261,12 @@ class Copy:
         self.root: nn.Module = own[id(modules[0])]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Maps names to the buffers after the call, which may be new tensors."""
+        """Returns a dictionary of the buffers after the call, which may contain new tensors."""
         after = ModuleTree.of(self.root).buffers
         return {name: after.get(name, b) for name, b in self._given.items()}
 
     def hand_back(self) -> None:
-        """Assigns buffers and attributes that f assigned to the copy to the original module."""
+        """Assigns the buffers and attributes that f set on the copy to the original module."""
         for original, copy, before in self._links.copied:
             if len(copy) == len(before) and all(map(is_, copy.values(), before.values())):
                 continue
@@ -272,7 +276,7 @@ class Copy:
 
 
 def _may_refer(fields: dict[str, Any]) -> list[str]:
-    """Returns the attributes of a module that may refer to other objects, without plain values."""
+    """Returns the names of the attributes in `fields` whose values may refer to other objects."""
     result = []
     for name, x in fields.items():
         kind = type(x)
@@ -286,11 +290,11 @@ class _Links:
     """Replaces references to tensors and modules of a tree by references to the copy.
 
     Args:
-        own: Maps an object's id to its replacement.
+        own: Maps the id of an object to the replacement of the object.
 
     Attributes:
-        copied: For each object, the attributes of the object, of its copy now, and of its copy when
-            created.
+        copied: For each copied object, three attribute dictionaries: of the object, of the copy
+            now, and of the copy when it was created.
     """
 
     def __init__(self, own: dict[int, Any]) -> None:
@@ -321,7 +325,7 @@ class _Links:
 
 
 def _attributes_of(x: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a user's plain object, which may contain modules or tensors."""
+    """Returns the attribute dictionary of a plain object of the user, or None for other objects."""
     kind: Any = type(x)
     if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
         return None
@@ -334,7 +338,7 @@ def _attributes_of(x: Any) -> dict[str, Any] | None:
 
 
 def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
-    """Returns the module's tree; raises for other objects and for modules that cannot be copied."""
+    """Returns the `ModuleTree` of a module. Raises an error if the module cannot be copied."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
             f"{caller}: got {type_in_words(module)}; the PyTorch backend accepts a torch.nn.Module."
@@ -360,7 +364,7 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
 def check_wrapper(
     caller: str, module: nn.Module, name: str = "", fixes: Mapping[str, str] | None = None
 ) -> None:
-    """Raises for PyTorch modules that must own their tensors or gradients (`REDUCING`)."""
+    """Raises an error if the module's class, such as a data-parallel wrapper, is in `fixes`."""
     fixes = {**_FIXES, **REDUCING} if fixes is None else fixes
     for base in type(module).__mro__:
         if base.__name__ in fixes and base.__module__.startswith("torch."):
@@ -401,7 +405,8 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
     """Context manager that seeds the global generators of the tensors' devices and the CPU.
 
-    The context restores the generators on exit; ``torch.manual_seed`` would seed other devices too.
+    The states of the generators are restored on exit. ``torch.manual_seed`` is not called, because
+    it seeds all devices.
     """
     try:
         seed = seed_of(key)
@@ -423,5 +428,5 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
 
 
 def _keras_seeds(key: Any, count: int) -> list[Tensor]:
-    """Returns a pair of 31-bit integers for each random stream of a Keras model."""
+    """Returns a seed, a pair of 31-bit integers, for each random stream of a Keras model."""
     return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []

@@ -33,7 +33,10 @@ class GradientReversal(nn.Module):
         self.scale = scale
 
     def forward(self, x: Any, scale: Any = None) -> Any:
-        """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale."""
+        """Returns x, a tensor or a pytree of tensors, unchanged.
+
+        ``scale``, if given, replaces the layer's scale.
+        """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
     def extra_repr(self) -> str:

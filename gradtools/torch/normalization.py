@@ -1,11 +1,10 @@
 """Computes layer, batch, group and instance norm, and distances, by elementary operations.
 
-PyTorch's batching and forward rules of the fused kernels treat the other results, the mean and the
-deviation, as constants. In torch.func, derivatives of a gradient under vmap and of a tangent are
-therefore wrong (torch#196699, torch#196700). If gradtools itself maps or pushes a function, in
-`per_example_grad`, Jacobians and forward mode, it evaluates the functions of this module, which are
-correct at every order. `cdist` replaces `torch.cdist`, whose backward kernel has a wrong batching
-rule.
+The fused kernels also return the mean and the deviation, which PyTorch's vmap and jvp rules of the
+kernels treat as constants. In torch.func, derivatives of tangents and of gradients under vmap are
+therefore wrong (pytorch#196699, pytorch#196700). `per_example_grad`, Jacobians and forward mode in
+gradtools call the functions of this module instead, whose derivatives of all orders are correct.
+`cdist` replaces `torch.cdist`, whose backward kernel has a wrong batching rule.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Computes (x - mean) / deviation over the last axes, scaled."""
+    """Computes (x - mean) / deviation over the last axes, times weight plus bias."""
     axes = tuple(range(-len(normalized_shape), 0))
     return _scaled(_normalized(input, axes, eps), weight, bias)
 
@@ -61,7 +60,7 @@ def batch_norm(
     eps: float,
     *cudnn_enabled: bool,
 ) -> Tensor:
-    """Computes `torch.batch_norm`; PyTorch's own kernel updates the running statistics."""
+    """Computes `torch.batch_norm`. PyTorch's kernel is called to update the running statistics."""
     axes = (0, *range(2, input.dim()))
     how = training, momentum, eps, *cudnn_enabled
     return _by_statistics(torch.batch_norm, axes, input, weight, bias, mean, var, how)
@@ -94,9 +93,9 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the input's own statistics if training, otherwise by running statistics.
+    """Normalizes by the statistics of the input in training, otherwise by running statistics.
 
-    how: The arguments of the kernel, starting with `training`.
+    how: The remaining arguments of the kernel: `training`, `momentum`, `eps` and the cuDNN flag.
     """
     training, _, eps, *_ = how
     if not training:
@@ -108,7 +107,7 @@ def _by_statistics(
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
-    """Computes `torch.cdist` with all differences of rows in memory."""
+    """Computes `torch.cdist` from the differences of all pairs of rows."""
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
@@ -125,7 +124,7 @@ def _functional(
     eps: float = 1e-5,
     use_input_stats: bool | None = None,
 ) -> Tensor:
-    """Adapts a norm to the signature of its function in `torch.nn.functional`."""
+    """Calls a norm of this module with the arguments of the function in `torch.nn.functional`."""
     training = use_input_stats if training is None else training
     training = default if training is None else training
     momentum = 0.0 if momentum is None else momentum
@@ -142,7 +141,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     """Computes (x - mean) / deviation."""
     dtype = x.dtype
-    if dtype in (torch.bfloat16, torch.float16):  # the kernels also compute in float32
+    if dtype in (torch.bfloat16, torch.float16):  # PyTorch's kernels also compute in float32
         x = x.float()
     centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)
@@ -158,7 +157,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """Returns x with a tangent of zeros if `like` has a tangent and x does not.
 
-    PyTorch would use a symbolic zero, which is a hundred times slower.
+    Without a tangent, PyTorch creates a symbolic zero, which is a hundred times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x
@@ -166,7 +165,7 @@ def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
 
 
 def value_of(x: Tensor) -> Tensor:
-    """Returns the primal of a dual number, detached."""
+    """Returns the detached primal value of a dual number."""
     return forward_ad.unpack_dual(x).primal.detach()
 
 
@@ -182,4 +181,4 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.instance_norm: partial(_functional, instance_norm, True),
     torch.cdist: cdist,
 }
-"""Maps functions of PyTorch to their replacements."""
+"""Maps functions of PyTorch to functions of this module that replace them."""

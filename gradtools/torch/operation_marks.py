@@ -1,8 +1,8 @@
-"""Thread-local marks that identify gradtools' own operations in recordings.
+"""Thread-local marks that identify gradtools' internal operations in recordings.
 
-A recording of a user's program also contains gradtools' own operations. The functions of this
-module mark a `detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as`
-is the kind under which the Function is recorded.
+A recording of a user's program also contains internal operations of gradtools. The functions of
+this module mark a `detach` as an internal operation, with a reason. The class attribute
+`recorded_as` of a Function is its name in recordings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """Returns the kind under which recordings list a Function; None for a user's Function."""
+    """Returns the name of a gradtools Function in recordings, or None for a user's Function."""
     mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
     return mark or (kind.__name__.strip("_").lower() if own else None)
@@ -35,7 +35,7 @@ def function_of_ours(kind: Any) -> str | None:
 
 
 class _Running(threading.local):
-    """Thread-local flags; class attributes are defaults, which are the fastest to read."""
+    """Thread-local flags. The class attributes are default values, which are fast to read."""
 
     recorded = False  # whether a recorder records each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
@@ -46,8 +46,8 @@ class _Running(threading.local):
     pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
-        # The reason for gradtools' own detach; empty for the user's detach. The attribute is always
-        # set, since dynamo guards on the existence of attributes.
+        # The reason for a `detach` by gradtools, or "" for a `detach` by the user. The attribute is
+        # set in the constructor, since dynamo guards on the existence of attributes.
         self.reason = ""
 
 
@@ -59,7 +59,7 @@ reason_of_detach: Callable[[], str] = partial(getattr, running, "reason")
 
 
 def detached(x: Tensor, reason: str) -> Tensor:
-    """Detaches x and marks the detach as an operation of gradtools, not of the user."""
+    """Detaches x, and marks the `detach` as an operation of gradtools."""
     before, running.reason = running.reason, reason
     try:
         return x.detach()
@@ -82,15 +82,15 @@ class _Flagged:
 
 
 recorded = partial(_Flagged, "recorded", True)
-"""Context in which a recorder records each operation, so extra runs are disabled."""
+"""Context manager in which a recorder records each operation, so f is not evaluated twice."""
 plainly = partial(_Flagged, "plain", True)
-"""Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+"""Context manager in which chunks are not recomputed, so that operations of f are recorded."""
 checking = partial(_Flagged, "checked", True)
-"""Context in which a rule's check evaluates a function, and host kernels return zeros."""
+"""Context manager for the check of a rule. Host kernels are not called but return zeros."""
 
 
 def marked(caller: str) -> _Flagged:
-    """Returns a context that marks operations as internal to `caller` unless they are marked.
+    """Returns a context manager that marks unmarked operations as internal to `caller`.
 
     An empty `caller` marks operations as the user's operations.
     """
@@ -99,11 +99,11 @@ def marked(caller: str) -> _Flagged:
 
 # --- edits without forward mode, which a transposed pullback must not contain -------------------
 
-pushing_in_trace: list[str] = []  # `pushing` in compiled code; dynamo follows a plain list
+pushing_in_trace: list[str] = []  # `pushing` in compiled code; dynamo can trace a list
 
 
 def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
-    """Calls `evaluate(*args)`, rejecting edits that have no forward mode."""
+    """Calls `evaluate(*args)`. An edit that has no forward mode raises an error."""
     if not is_compiling():
         with _Flagged("pushing", caller):
             return evaluate(*args)
@@ -115,7 +115,10 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode; raises if f's pullback is to be transposed."""
+    """Counts an edit that has no forward mode.
+
+    Raises an error if f's pullback will be transposed.
+    """
     if running.pushing and any(x.requires_grad for x in xs):
         raise GradtoolsError(reverse_only_text(running.pushing, name))
     running.edits, running.edit = running.edits + 1, name

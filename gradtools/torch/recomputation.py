@@ -1,19 +1,20 @@
 """Recomputes functions in the backward pass.
 
-    first pass      y = f(x)               the graph yields the leaves of f and is freed
+    first pass      y = f(x)               the leaves of f are collected from the graph, and the
+                                           graph is freed
     backward pass   x' = pull(f)(x, y')    f runs again, from the state before its first pass
 
 `pull(f)` is a program like f, so the derivative of a derivative is recomputed too: derivatives of
-any order need the memory of one chunk. Each chunk is one node of autograd's graph, and autograd
+any order need memory for one chunk only. Each chunk is one node of autograd's graph, and autograd
 adds the chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
 (`state.py`). Outputs are compared with the outputs of the first pass, to detect changes of other
 state.
 
-Inside of torch.func no graph contains the captured tensors, so a mode finds the captured tensors in
-the first pass. The node takes the captured tensors as inputs, which replace the tensors when f runs
-again.
+Inside of torch.func, captured tensors are not part of a graph, so a function mode finds these
+tensors in the first pass. The captured tensors become inputs of the node, and the inputs replace
+the captured tensors when f runs again.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _VMAP = upstream.TransformType.Vmap
 
 
 def is_recomputing() -> bool:
-    """Implements the public `is_recomputing`."""
+    """Implements `gradtools.is_recomputing` for PyTorch."""
     return _thread.recomputing > 0
 
 
@@ -78,23 +79,23 @@ def is_recomputing() -> bool:
 
 
 class Program:
-    """One chunk of f: a function of tensors that reruns from the state of its first run.
+    """A function of tensors that can run again from the random state and buffers of its first run.
 
     Attributes:
-        caller: The name of the operator.
-        sources: Tensors that are not arguments but are differentiated.
+        caller: The name of the operator, for error messages.
+        sources: The tensors that f captures and with respect to which f is differentiated.
         versions: The version counters of the sources.
         maps: The number of vmaps around the first run.
-        known: The outputs without a graph, if the program has run.
+        known: The detached outputs of the first run, or None.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
-        first: The outputs of the first run and their versions, for comparison.
-        call: f on a batch if vmap maps the program, or None.
-        captured: Tensors that the first arguments replace.
-        inline: The number of captured tensors that were sources.
-        inlines: Whether sources can be replaced in a rerun.
-        otherwise: Whether the rerun uses other operations, which round differently.
-        pulls: The class of the pullback.
+        first: Pairs of the outputs of the first run and their version counters, for comparison.
+        call: A function that evaluates f on a batch if the program is mapped by vmap, or None.
+        captured: The tensors that are replaced by the first arguments when the program runs.
+        inline: The number of captured tensors that were sources before `inlined` was called.
+        inlines: Whether the sources can be replaced by arguments when the program runs again.
+        otherwise: Whether later runs use other operations, whose results differ by rounding.
+        pulls: The class of the program that computes the pullback, or None for `Pull`.
     """
 
     known: Tensors | None = None
@@ -113,28 +114,28 @@ class Program:
         self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # torch.func sums f's derivatives in another order
+        self.eager = not levels  # torch.func adds gradients in another order
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        """Returns this program's `Pull`, and the arguments of the pullback: xs and cotangents."""
+        """Returns the pullback of this program, and its arguments: xs and the cotangents."""
         there = [ct is not None for ct in cts]
         return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """Returns which gradients of sources and arguments the running backward pass needs.
+        """Returns, for each source and argument, whether the backward pass needs the gradient.
 
-        ctx: The context of the program's node.
+        ctx: The context object of the autograd node.
         wants: Whether the backward pass may need the gradient of each input.
         """
         return wants
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
-        """Runs f for the first time; returns outputs without a graph (`known`), and the new state.
+        """Runs f for the first time, and returns the detached outputs and the state after the run.
 
-        If f could not be recomputed, because it changed an argument in place or read a tensor with
-        a graph that is not an argument, the outputs have their graph, and `known` is None.
+        If f cannot be recomputed, because f changed an argument in place or read a tensor with a
+        graph that is not an argument, the outputs are not detached, and `known` remains None.
 
         others: Other tensors that f may write to.
         """
@@ -143,7 +144,7 @@ class Program:
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # cached casts belong to another graph
+                torch.clear_autocast_cache()  # cached casts are nodes of another graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()
@@ -171,13 +172,13 @@ class Program:
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # frees the graph, including leaves that f created
+        del ys, y, sources  # this frees the graph, including leaves that f created
         self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
     def run_first(self, xs: Sequence[Tensor]) -> Tensors:
-        """Runs f in the first pass; subclasses may override this method."""
+        """Runs f in the first pass. Subclasses may override this method."""
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
@@ -185,25 +186,25 @@ class Program:
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
-        """Returns the node's arguments after a first pass inside of torch.func; sets `captured`."""
+        """Sets `captured` after a run inside of torch.func, and returns the node's arguments."""
         self.captured = captured
         return [*captured, *xs]
 
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
-        """Attaches the known outputs at xs as one node."""
+        """Attaches the known outputs to xs and the sources by one autograd node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
-        # Captured tensors with a graph become arguments, so f's graph ends at them.
+        # Captured tensors with a graph become arguments, at which the graph of f ends.
         return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
-        """Sets the outputs for later comparison, below all levels of torch.func."""
+        """Stores the outputs of the first run for later comparison."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
         # Batched copies of this program share the list.
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
-        """Returns the leaves and captured tensors that the outputs depend on, except `inner`.
+        """Returns the leaves and captured tensors on which the outputs depend, except `inner`.
 
         Returns None if the outputs depend on another tensor that has a graph.
         """
@@ -228,7 +229,7 @@ class Program:
         return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """Runs f from the state of its first run; restores the current state afterwards."""
+        """Runs f from the state of its first run, and restores the current state afterwards."""
         _thread.recomputing += 1
         try:
             ys = self.state.rerun(self._call, xs)
@@ -239,7 +240,7 @@ class Program:
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """Calls f with the first arguments in place of the tensors that it captures."""
+        """Calls f, and replaces captured tensors by the first arguments."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
@@ -290,9 +291,9 @@ class Program:
 
 
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
-    """Returns whether two results are equal, up to rounding if kernels may sum in another order.
+    """Returns whether two results are equal, or equal up to rounding if not `exact`.
 
-    scale: The outputs whose largest entry sets the scale of the rounding.
+    scale: The outputs whose largest entry determines the absolute tolerance.
     """
     if y.dtype is torch.complex32:  # PyTorch does not compare complex32
         y, first, *scale = map(torch.view_as_real, (y, first, *scale))
@@ -302,16 +303,16 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
     largest = [torch.where(x.isfinite(), x, 0).abs().max() for x in scale if x.numel()]
     size = torch.stack(largest).max() if largest else 0.0
     close = (y - first).abs() <= near * (first.abs() + size)
-    close |= (y == first) | ((y != y) & (first != first))  # infinite or NaN
+    close |= (y == first) | ((y != y) & (first != first))  # equal infinite entries, or NaN
     return bool(close.all())  # reads one value, which synchronizes the device
 
 
 class Pull(Program):
-    """The pullback of a program, as a program of the same arguments and of cotangents.
+    """The pullback of a program: a program whose arguments are the arguments and cotangents.
 
-    size: The number of the program's arguments.
-    given: Whether each output of the program has a cotangent.
-    wants: The sources and arguments whose gradients are returned.
+    size: The number of arguments of the program `of`.
+    given: For each output of the program, whether it has a cotangent.
+    wants: For each source and argument, whether its gradient is returned.
     rows: For each vmap over cotangents only, innermost first, the axes of the cotangents, the axis
         of the gradients, and the batch size.
     """
@@ -339,7 +340,10 @@ class Pull(Program):
         return grads
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        """Returns the wanted sources and arguments with their gradients; None means zero."""
+        """Returns pairs of the wanted sources and arguments and their gradients.
+
+        None means zero.
+        """
         create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
         with torch.enable_grad() if plain else torch.inference_mode(False):
@@ -407,7 +411,10 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """Computes the gradients at xs by autograd's engine; None for unreached tensors."""
+    """Computes the gradients at xs by autograd's engine.
+
+    The gradient of an unused tensor is None.
+    """
     pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
     ends = tuple([x for x in xs if x.requires_grad])
     if not pairs or not ends:
@@ -423,7 +430,7 @@ def gradients(
 
 
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
-    """Returns x as an argument of f: a view, as in the first run, of x or of a new leaf."""
+    """Returns an argument of f: a view of x, or of a new leaf if the graph of x is not needed."""
     if not (x.requires_grad or wanted):
         return x.detach()
     x = x if create and x.requires_grad else x.detach().requires_grad_()
@@ -434,7 +441,10 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 
 
 def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
-    """Returns the program's outputs at xs as one node, whose pullback reruns the program."""
+    """Returns the outputs of a program at xs.
+
+    The pullback of the outputs runs the program again.
+    """
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
     apply: Any = _Node.apply
@@ -445,7 +455,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
 
 
 class _Node(torch.autograd.Function):
-    """Autograd node of a program at its sources and arguments.
+    """Autograd node whose inputs are the sources and arguments of a program.
 
     count: The number of known outputs, which precede the inputs so that torch.func unwraps them.
     """
@@ -492,7 +502,8 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple(with_batch_in_front(xs, axes, size)), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as over a Jacobian's rows, shares the random numbers of the first run.
+        # Under a later vmap, such as over the rows of a Jacobian, all examples use the random
+        # numbers of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = with_batch_in_front(inputs[:count], in_dims[2 : 2 + count], size)
@@ -517,7 +528,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
             "parameter that f reads was changed after the forward pass."
         )
     if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
-        # The sources' hooks must run once, on the summed gradient.
+        # The hooks of the sources must run once, on the sum of the gradients.
         xs, program = [*program.sources, *xs], program.inlined()
     pull, inputs = program.pullback(xs, cts, wants)
     higher = torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None

@@ -14,7 +14,10 @@ Tensor = torch.Tensor
 
 
 def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Builds a sparse COO tensor; `index` has one row per axis, sorted and without repeats."""
+    """Builds a sparse COO tensor.
+
+    `index` has one row per axis, and the columns of `index` are sorted and unique.
+    """
     if levels_of_vmap(values):
         raise GradtoolsError(
             "jacobian, hessian: vmap does not support sparse results, because PyTorch has no "
@@ -27,6 +30,6 @@ def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Ten
 
 
 def summed(groups: np.ndarray, terms: Tensor, like: Tensor) -> Tensor:
-    """Sums the terms by group into a tensor like `like`."""
+    """Sums the terms of each group. The result has the shape and dtype of `like`."""
     at = torch.from_numpy(groups).to(terms.device)
     return torch.zeros_like(like).index_add(0, at, terms)

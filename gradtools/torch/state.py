@@ -1,8 +1,8 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
 `Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
-a snapshot of the state; snapshots share the copies of unchanged buffers. No other state is searched
-or restored.
+a snapshot of the state. Snapshots share copies of buffers that have not changed. State of other
+kinds is not restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from gradtools.torch.functorch_wrappers import PLAIN
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
-# A device (for its default generator), "python" or "numpy", or a generator, such as the CPU's.
+# The source of random numbers: a device, which means its default generator, the name of Python's or
+# NumPy's generator, or a `torch.Generator`.
 Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 
@@ -38,7 +39,7 @@ PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.de
 
 @dataclass(eq=False, repr=False)
 class Randomness:
-    """The states of random generators, each with a key that is equal for equal states."""
+    """The states of random generators. Each state has a key, and equal states have equal keys."""
 
     states: dict[Stream, tuple[Any, Any]]
 
@@ -48,7 +49,7 @@ class Randomness:
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
-        """Reads PyTorch's generators for the CPU and xs' devices; None while compiling."""
+        """Reads the generators of the CPU and of xs' devices. Returns None while compiling."""
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})
@@ -67,21 +68,21 @@ class Randomness:
         return cls.of([*devices, PYTHON, NUMPY, *generators])
 
     def seeded(self, seed: int) -> Randomness:
-        """Returns the states of the generators of the same devices after seeding.
+        """Returns the states that the generators of the same devices have after seeding.
 
-        Seeds new generators, since not all devices expose their default generator.
+        New generators are seeded, since some devices do not expose the default generator.
         """
         devices = [(s, s) if isinstance(s, torch.device) else (CPU, "cpu") for s in self.states]
         made = [(s, torch.Generator(device).manual_seed(seed)) for s, device in devices]
         return Randomness({s: (generator.get_state(), b"") for s, generator in made})
 
     def current(self) -> Randomness:
-        """Returns the current states of the same generators; self if nothing was drawn."""
+        """Returns the current states of the same generators, or self if no state has changed."""
         moved = {s: now for s, (_, key) in self.states.items() if (now := _state(s))[1] != key}
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """Returns the states of the generators whose later state differs."""
+        """Returns the states of the generators that have a different state in `later`."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -100,7 +101,7 @@ class Randomness:
 def restored(randomness: Randomness | None) -> Iterator[None]:
     """Context manager that sets the given states and restores the previous states on exit.
 
-    The context does nothing if `randomness` is None.
+    Does nothing if `randomness` is None.
     """
     if randomness is None:
         yield
@@ -114,7 +115,7 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 
 
 def _state(stream: Stream) -> tuple[Any, Any]:
-    """Returns a generator's state, and a key that is equal for equal states."""
+    """Returns the state of a generator and its key. Equal states have equal keys."""
     if isinstance(stream, str):
         state, words = _latest.get(stream, (None, b""))
         if not words or words != _words(stream) or (stream == NUMPY and state["has_gauss"]):
@@ -129,18 +130,19 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# The latest states of Python's and NumPy's generators, and their words: copying a state takes
-# longer than evaluating a small layer, so a state with the same words is not copied again.
+# The latest states of Python's and NumPy's generators, and the memory of the states. Copying a
+# state takes longer than evaluating a small layer, so a state is copied only if its memory has
+# changed.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:
-    """Reads the memory of the Mersenne Twister; returns b"" for NumPy's other generators.
+    """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
 
-    For Python, also reads the second number of a Gaussian pair, which NumPy stores in its state
-    only.
+    The result for Python also contains the second number of a Gaussian pair. NumPy stores this
+    number only in the state.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -154,15 +156,15 @@ def _words(stream: str) -> Any:
 
 
 class Held:
-    """The modules, tensors and generators among some objects and in their closures.
+    """The modules, tensors and generators that some objects are or close over.
 
     Attributes:
         modules: The modules and their submodules.
-        tensors: The tensors in closures.
-        generators: The generators in modules and closures.
-        parameters: The parameters of the modules.
+        tensors: The tensors that are found in closures.
+        generators: The random generators that are found in modules and closures.
+        parameters: The parameters of all modules.
         kinds: The device types whose random streams f may draw from.
-        buffers: The modules that have buffers, with their buffers.
+        buffers: Pairs of a buffer dictionary and its module, for all modules that have buffers.
         began: The number of autograd nodes that this thread created before this object.
     """
 
@@ -199,7 +201,7 @@ class Held:
         return sum(map(upstream.version_of, plain))
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
-        """Restores the original parameters of modules; returns the parameters that it replaced.
+        """Restores the original parameters of modules, and returns the replaced parameters.
 
         A module may have other parameters after a `functional_call` has ended.
         """
@@ -229,7 +231,8 @@ def _parts(x: Any) -> Iterable[Any]:
 class RunState:
     """A snapshot of the random streams that f may draw from and the buffers of its modules.
 
-    copies: For each buffer, the buffer, its copy, its version, and whether its module is training.
+    copies: For each buffer, a tuple of the buffer, its copy, its version, and the module's training
+        flag.
     """
 
     held: Held
@@ -240,7 +243,10 @@ class RunState:
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
-        """Takes a snapshot. before: An earlier snapshot, whose unchanged copies are shared."""
+        """Takes a snapshot.
+
+        before: An earlier snapshot; copies of buffers that have not changed are shared.
+        """
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
@@ -267,11 +273,11 @@ class RunState:
         return RunState.now(self.held, self)
 
     def until(self, later: RunState) -> RunState:
-        """Returns a copy with only the streams that have advanced until `later`."""
+        """Returns a copy that contains only the streams that differ in the snapshot `later`."""
         return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
-        """Returns `fun(xs)`, run from this state; restores the current state afterwards."""
+        """Evaluates `fun(xs)` from this state, and restores the current state afterwards."""
         now = self.again() if self.streams.states or self.slots else None
         changed, casts = self.held.reset_parameters(), self.casts
         try:
@@ -299,7 +305,7 @@ class RunState:
             if not _same(buffer, copy, version, training):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(copy)
-            if _version(buffer) != version:  # keeps graphs with the buffer valid
+            if _version(buffer) != version:  # graphs that saved the buffer remain valid
                 upstream.set_version_counters((buffer,), (version,))
         return self.streams.restore()
 
@@ -312,11 +318,12 @@ def _version(buffer: Tensor) -> int:
 
 
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
-    """Returns whether a buffer still has the given contents.
+    """Returns whether a buffer still has the contents of the copy.
 
-    Versions reveal changes, except for normalization statistics in training: the kernels of these
-    statistics do not increment versions, so small buffers are compared, without waiting for an
-    accelerator.
+    Version counters detect changes, except for normalization statistics in training: their kernels
+    do not increment version counters. Small buffers on the CPU are therefore compared by value. On
+    other devices, a comparison would wait for the device, so buffers of modules in training count
+    as changed.
     """
     same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake tensors have no values
@@ -327,7 +334,7 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
 
 
 class _Casts:
-    """The autocast settings and gradtools' choice of kernels when this object was created."""
+    """Stores the autocast settings and whether `PlainKernels` is active, to restore them later."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self.plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()

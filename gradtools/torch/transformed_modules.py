@@ -1,4 +1,7 @@
-"""Modules that operators return: `chunked(module)` etc. are modules with the original's state."""
+"""The modules that operators return.
+
+For example, `chunked(module)` is a module with the state of the original.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """Returns `make(f)`, as a module if f is a module (except ScriptModules)."""
+    """Returns `make(f)` or, if f is a module that is not a ScriptModule, a module that calls it."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 
 
 class Transformed(upstream.ModuleLike):
-    """A module that shares another module's state but has its own call.
+    """A module that shares the state of another module, but has another `forward`.
 
     As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike with
     `DataParallel`, the names of parameters are unchanged, so `state_dict` is unchanged as well.
-    Parameters, buffers and submodules are shared through the module's own dictionaries, and methods
-    that a module may override are delegated to the original module.
+    Both modules share the dictionaries of parameters, buffers and submodules. Methods that a module
+    may override are delegated to the original module.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:

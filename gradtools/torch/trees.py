@@ -1,4 +1,4 @@
-"""Pytrees in PyTorch with JAX's convention that None is an empty tree."""
+"""Flattens pytrees in PyTorch, with JAX's convention that None is an empty tree."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class TreeDef:
     """The structure of a pytree.
 
     Attributes:
-        spec: PyTorch's spec, in which None is a leaf.
-        present: Whether each leaf is an object other than None.
-        keys: The keys of a flat dictionary of tensors, used by a fast path.
+        spec: The TreeSpec of PyTorch, in which None is a leaf.
+        present: For each leaf of `spec`, whether it is not None.
+        keys: The keys if the tree is a flat dictionary of tensors, which has a fast path; otherwise
+            None.
     """
 
     spec: Any
@@ -39,7 +40,7 @@ class TreeDef:
         return hash(self.present)  # hashing the spec is slow, and collisions are rare
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Returns the subtrees of `tree` at this structure's leaves."""
+        """Returns the subtrees of `tree` at the leaves of this structure."""
         if self is _LEAF:
             return [tree]
         if self.keys is not None and type(tree) is dict and tuple(tree) == self.keys:
@@ -67,7 +68,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves that are not None, and the structure, a `TreeDef` or `OpenedTree`."""
+    """Returns the leaves that are not None, and the structure (a `TreeDef` or `OpenedTree`)."""
     # Fast paths for common trees, since PyTorch's pytrees are slow.
     if isinstance(tree, _LEAVES):
         return [tree], _LEAF
@@ -107,7 +108,10 @@ def _list_of(count: int) -> TreeDef:
 
 
 def _may_hold_tensors(x: Any) -> bool:
-    """Returns whether a leaf is a container that may contain tensors; dynamo can trace it."""
+    """Returns whether a leaf is a container that may contain tensors.
+
+    Dynamo can trace this function.
+    """
     if isinstance(x, Mapping):
         parts = list(x.values())
     else:
@@ -126,7 +130,7 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """Returns leaves, structure and each leaf's kind: "real", "complex", "exact" or None."""
+    """Returns leaves, structure and kinds of the leaves: "real", "complex", "exact" or None."""
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF, ["real" if tree.is_floating_point() else _kind_of(tree)]
     leaves, treedef = flatten(tree)
@@ -194,7 +198,7 @@ def _is_nameless(x: Any) -> bool:
 
 
 def _paths_in(container: Any) -> list[str]:
-    """Returns leaf paths in a container without key paths; its context may list the names."""
+    """Returns the leaf paths in a container that was registered without key paths."""
     parts, context = pytree.SUPPORTED_NODES[type(container)].flatten_fn(container)
     named = isinstance(context, list | tuple) and len(context) == len(parts)
     keys = context if named else range(len(parts))
@@ -230,7 +234,7 @@ def _flattened_static(tree: Any, leaves: list[Any]) -> Any:
 
 
 def static_treedef(treedef: TreeDef) -> Any:
-    """Converts a TreeDef to the form of `flatten_static` in compiled code."""
+    """Converts a TreeDef to the structure that `flatten_static` returns in compiled code."""
     leaves: list[Any] = []
     tree = unflatten(treedef, [0] * treedef.num_leaves)
     structure = _flattened_static(tree, leaves)
@@ -258,7 +262,7 @@ def treedef_of_static(structure: Any) -> Any:
 
 
 def _unflattened_static(structure: Any, leaves: list[Any]) -> Any:
-    """Builds the tree, consuming the leaves from the front of the list."""
+    """Builds the tree, and removes the leaves from the front of the list."""
     if structure == "none":
         return None
     if structure == "leaf":

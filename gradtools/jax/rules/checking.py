@@ -1,9 +1,9 @@
-"""Checks whether a map may be transposed to complete the mode that a rule lacks.
+"""Checks whether a linear map of a rule can be transposed to derive the missing map.
 
-JAX transposes a linear map exactly, or raises, except that it silently loses a constant part (L(0)
-is not zero), and a path through a stopped gradient, an integer or a comparison. If gradtools
-derives a missing mode, this module checks for both losses, once per signature. `testing.check_rule`
-checks all other requirements of a rule.
+JAX transposes a linear map exactly or raises an error, with two exceptions: JAX silently drops a
+constant part (L(0) is not zero), and a path through a stopped gradient, an integer or a comparison.
+If gradtools derives a missing map, this module checks for both exceptions, once per signature.
+`testing.check_rule` checks all other requirements of a rule.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from gradtools.rules import Rule, replaced_where
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
-    """Describes the terms that transposing a user's map would lose; empty if there are none.
+    """Describes a term that would be lost if a user's map is transposed, or returns "".
 
-    which: The vectors in which the map is linear, "tangent" or "cotangent", shaped like `likes`.
+    which: The name of the map, "tangent" or "cotangent". The map is linear in vectors with the
+    avals `likes`.
     """
     if rule.contract is None:
         return ""
@@ -75,7 +76,7 @@ def refuse_loss(rule: Rule, loss: str) -> None:
 
 
 def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
-    """Evaluates a map at zero, with example residuals for tracers; empty if it may not run."""
+    """Evaluates a map at zero. Returns an empty list if the map cannot be evaluated."""
     known = all_known(closed.consts)
     names = "gradtools_kernel", *(() if known else ("while",))  # a while loop may not terminate
     used = [e.primitive.name for e in jaxprs.equations(closed, within_rules=True)]
@@ -96,13 +97,13 @@ def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in likes]
         try:
             return jaxprs.interpreted(closed.jaxpr, [*consts, *zeros], step, number)
-        except (NameError, ValueError):  # the program names a mesh axis
+        except (NameError, ValueError):  # the program refers to a mesh axis by name
             return []
 
 
 @contextmanager
 def _on_numbers() -> Iterator[None]:
-    """Evaluates operations immediately, on whole arrays also inside of `shard_map`."""
+    """Context manager in which operations are evaluated immediately, also inside of `shard_map`."""
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
         yield
@@ -112,10 +113,10 @@ _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
-    """Raises if the rule's value is not linear in some inputs; checked once per rule.
+    """Raises an error if the function of a rule is not linear in the `moving` inputs.
 
-    A rule's value may be a kernel without a jaxpr, so linearity is tested numerically: at the
-    current values, or at example values in a trace.
+    The function may be a host kernel without a jaxpr, so linearity is tested numerically, at the
+    current values or, in a trace, at example values. Each rule is checked once.
     """
     if rule.origin in _LINEAR:
         return
@@ -149,7 +150,10 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
 
 
 def wave(x: Any, shift: float, around: float) -> Any:
-    """Returns example numbers shaped like x: multiples of 1/16, so that small sums are exact."""
+    """Returns an example array with the shape of x.
+
+    All entries are multiples of 1/16, so that small sums are exact.
+    """
     if not is_inexact(x):
         return jnp.zeros(x.shape, x.dtype)
     steps = np.round(8 * np.sin(np.arange(1, x.size + 1) * shift)) / 16

@@ -1,7 +1,7 @@
-"""Rules in JAX: primitives whose jvp is the tangent map and whose transpose is the cotangent map.
+"""Defines rules in JAX by primitives with a jvp (the tangent map) and a transpose.
 
 JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
-of gradtools have both rules:
+of gradtools support both:
 
     primal     y = f(x)            its jvp binds primal, or value, and tangent
     value      y = f(x), known     an output of a forward pass that also returns extras
@@ -10,9 +10,10 @@ of gradtools have both rules:
 A rule is *linearized* when it is first differentiated. Linearization determines the residuals of
 the rule's maps, and derives a missing map by transposing the other map. The forward pass of a
 linearized rule also returns residuals that are neither inputs nor outputs (*extras*). An extra is
-differentiated through the code that computed it; an output is differentiated by the rule, at every
-order. The jvp of the maps with respect to their residuals is the jvp of the Python code. Unlike the
-rule of a `custom_jvp`, the rule of a primitive survives scan, cond, remat and jit.
+differentiated through the code that computed the extra. An output is differentiated by the rule, at
+every order. The jvp of the maps with respect to their residuals is the jvp of the Python code.
+Unlike the rule of a `custom_jvp`, the rule of a primitive remains active inside of scan, cond,
+remat and jit.
 
 `primitives` defines the evaluation and batching of each primitive, `linearizing` defines the
 linearization of a rule, and this module defines derivatives and transposes of the primitives.
@@ -65,12 +66,12 @@ from gradtools.rules import Rule, closed_over_error, replaced_at, replaced_where
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
-    """Calls `rule.primal(*xs)`; the rule defines its derivatives in every mode, at every order."""
-    arrays = [  # arrays and tracers without a weak type are passed unconverted
+    """Calls `rule.primal(*xs)`, whose derivatives of all orders are defined by the rule."""
+    arrays = [  # arrays and tracers without a weak type are not converted
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    axes = frozenset().union(*map(varies, arrays))  # the transpose of this cast is a sum
+    axes = frozenset().union(*map(varies, arrays))  # transposed, this cast is a sum over devices
     xs = [varying(x, axes) for x in arrays] if axes else arrays
     shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:
@@ -89,7 +90,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
 
 
 def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
-    """Adapts the rule to inputs that do not vary over some mesh axes of shard_map (`shared`).
+    """Adapts a rule to inputs that do not vary over some mesh axes of shard_map (`shared`).
 
     JAX sums the cotangents of these inputs over the axes. If the author has already summed a
     cotangent, as `jax.custom_vjp` requires, the sum is divided by the number of devices.
@@ -98,7 +99,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
     def linearize(*xs: Any, **options: Any) -> Any:
         assert rule.linearize is not None
         linearized = rule.linearize(*xs, **options)
-        pull: Any = linearized.cotangent  # keeps arrays of `linearized` out of the closure
+        pull: Any = linearized.cotangent  # so that the closure does not reference `linearized`
 
         def in_parts(saved: Any, cts: Any) -> list[Any]:
             result = list(pull(saved, cts))
@@ -114,7 +115,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """Calls `fun(*xs)`; raises errors of its rules immediately, not at lowering."""
+    """Calls `fun(*xs)`. Errors in rules are raised immediately instead of at lowering."""
     closed = jax.make_jaxpr(fun)(*xs)
     for _ in jaxprs.equations(closed, within_rules=True):  # traces all rules
         pass
@@ -122,7 +123,7 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
-    """Returns the outputs, the mask of outputs with tangents, the residuals, and the tangent map.
+    """Returns the outputs, the mask of differentiable outputs, the residuals, and the tangent map.
 
     carried: Whether each input has a tangent.
     """
@@ -153,13 +154,13 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> Any:
-    """Applies the rule's jvp; the code that computed the values is not differentiated."""
+    """Applies the jvp of the rule. The code that computed the outputs is not differentiated."""
     given = _perturbed(rule, [*map(_carries, tangents[:xs])])
     moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
     if rule.perturbed is not None:
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
-        if wanted != rule.perturbed:  # maps are invalid for some of the inputs
+        if wanted != rule.perturbed:  # the maps are not valid for some of the differentiated inputs
             ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
             return ys, _bind_tangent(maps, [*map(jax.typeof, ys)], saved, moving, given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
@@ -194,7 +195,7 @@ def _carries(dx: Any) -> bool:
 
 
 def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
-    """Computes the jvp, including the derivative of the map with respect to its residuals."""
+    """Computes the jvp of the tangent primitive with respect to tangents and residuals."""
     n = len(operands) - sum(given)
     params = {"rule": rule, "given": given, "ys": ys}
     out, parts = tangent_p.bind(*operands, **params), []
@@ -222,9 +223,9 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
 
 
 def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) -> list[Any]:
-    """Applies the rule's cotangent map to cotangents, possibly symbolic zeros, in JAX operations.
+    """Applies the cotangent map of a rule to cotangents, which may be symbolic zeros.
 
-    likes: The avals of the inputs whose cotangents are wanted, None for other inputs.
+    likes: For each input, the aval if the cotangent is needed, otherwise None.
     """
     wanted, present = without_none(likes), [type(ct) is not ad.Zero for ct in cts]
     if not any(present):
@@ -241,18 +242,19 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
     operands = as_arrays(operands)
     if flow_of(maps) is None:
         return run(*operands)
-    # Eliminates unwanted results; XLA does this only under jit.
+    # Dead-code elimination removes results that are not needed. XLA removes such results only under
+    # jit.
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
-    """Transposes a rule inside a linear function: applies its pullback, linearized at zero."""
+    """Transposes a rule inside of a linear function, by its pullback at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     is_lifted = isinstance(rule, TracedRule) and rule.lift is not None
     if is_lifted or rule.origin in local_list("linearizing"):
-        # A linear function that its own rule calls: transposing by the rule would recurse forever,
-        # so the primal's code is transposed.
+        # The rule of a linear function may call the function itself. A transposition by the rule
+        # would then recurse forever, so the code of the primal is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
         run = lambda *moved: eval_primal(*replaced_where(xs, unknown, moved), rule=rule)
         transposed = jax.linear_transpose(run, *likes)
@@ -274,7 +276,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    """Applies the edit as a `custom_vjp`; fwd applies it again, for second order."""
+    """Applies an edit as a `custom_vjp`. fwd applies the edit too, for second derivatives."""
     lifts = rule.user_functions and captured_tracers(rule)
     rule, captured = lift_captured(rule, xs) if lifts else (rule, [])
 

@@ -1,7 +1,7 @@
-"""Linearizes a rule: makes jvp and vjp maps that take all values that they read as inputs.
+"""Linearizes a rule: creates jvp and vjp maps whose residuals are explicit inputs.
 
-Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
-convention, to which only the function `_native` converts.
+Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses the
+convention of JAX. The function `_native` converts the maps of a rule to this convention.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _local = threading.local()
 
 
 def local_list(what: str) -> list[Any]:
-    """Returns this thread's stack of rules that are being lifted or linearized."""
+    """Returns a stack of rules of this thread: the rules that are being lifted, or linearized."""
     return _local.__dict__.setdefault(what, [])
 
 
@@ -104,8 +104,8 @@ def forward_pass(
 def _is_transformed(x: Any) -> bool:
     """Returns whether x is differentiated or mapped: a tracer that does not record a jaxpr.
 
-    For such inputs fwd is traced first, which reveals whether the rule has extras: only extras are
-    differentiated through the code of fwd.
+    For differentiated or mapped inputs, fwd is traced first to determine whether the rule has
+    extras, because only extras are differentiated through the code of fwd.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
@@ -113,11 +113,11 @@ def _is_transformed(x: Any) -> bool:
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """Returns the rule with both maps and explicit residuals.
 
-    The maps of the result follow JAX's convention: conjugated, with cotangents and tangents of
-    floating outputs only.
+    The maps of the result follow the convention of JAX: cotangents are conjugated, and only
+    floating outputs have cotangents and tangents.
 
-    perturbed: Whether each input is differentiated, for a rule with `symbolic_zeros`; the maps are
-        then valid for the differentiated inputs only.
+    perturbed: For a rule with `symbolic_zeros`, whether each input is differentiated. The maps are
+        then valid only for the differentiated inputs.
     """
     if is_linearized(rule):
         return rule
@@ -127,10 +127,10 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
-    """Returns the forward pass, and the linearized rule as a function to call after it.
+    """Returns the forward pass, and a function that returns the linearized rule afterwards.
 
-    The forward pass returns outputs and extras. The linearized rule may take a function that
-    repeats the forward pass.
+    The forward pass returns outputs and extras. The second function may be called with a function
+    that repeats the forward pass.
     """
     perturbed, made = perturbed if rule.symbolic_zeros else None, list[Linearized]()
 
@@ -150,7 +150,10 @@ def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[
 def _linearized(
     rule: Rule, made: Linearized, perturbed: Mask | None = None, forward: Any = None
 ) -> TracedRule:
-    """Returns the rule with maps from one evaluation (`made`); `forward` repeats the evaluation."""
+    """Returns the rule with the maps of one evaluation, `made`.
+
+    `forward` repeats the evaluation.
+    """
     return TracedRule.of(
         rule,
         tangent=made.tangent,
@@ -167,7 +170,7 @@ def _linearized(
 def _native(
     rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
-    """Converts the maps to JAX's convention; a missing map is the transpose of the other."""
+    """Converts the maps to JAX's convention. A missing map is the transpose of the other map."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
     like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
     signature = *map(jax.typeof, xs), perturbed
@@ -212,9 +215,9 @@ def _native(
 def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:
     """Splits a forward rule into a forward pass and a linear map of its residuals.
 
-    Transposing the rule evaluates everything that does not depend on a tangent. The values that the
-    transpose closes over are the residuals, which are stored as extras (partial evaluation, as in
-    Radul et al., You only linearize once, 2023).
+    The transposition of the rule evaluates all operations that do not depend on a tangent. The
+    values that the transpose closes over are the residuals, which are stored as extras (partial
+    evaluation, as in Radul et al., You only linearize once, 2023).
     """
     full_like = likes_of(xs)
     mask = differentiated_inputs(rule, full_like, perturbed)
@@ -264,19 +267,20 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
 
 
 def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
-    """Returns which inputs are differentiated."""
+    """Returns, for each input, whether it is differentiated."""
     moving = perturbed or [like is not None for like in likes]
     return [m and i not in rule.nondifferentiable for i, m in enumerate(moving)]
 
 
 def _dense(value: Any, like: Any) -> Any:
-    """Returns a map's result, with zeros for None."""
+    """Returns a result of a map as an array; None is replaced by zeros."""
     return zeros_of(like) if value is None else jnp.asarray(value, like.dtype)
 
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------
 #
-# A rule may run after its trace has ended; tracers in the rule's closure would have leaked.
+# A rule may run after its trace has ended. Tracers in the closure of the rule would then have
+# leaked.
 
 
 def captured_tracers(rule: Rule) -> list[Any]:
@@ -287,14 +291,14 @@ def captured_tracers(rule: Rule) -> list[Any]:
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-    """Lifts the primal only, for a rule whose maps apply the rule; the maps are lifted later."""
+    """Hoists the closed-over arrays of the primal only. `lift` converts the maps later."""
     n = len(xs)
     hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-        # Arrays that the primal captured are taken from xs: these arrays may have been batched, or
-        # belong to another trace. The closure references the captured arrays, because a new array
-        # may get the id of a deleted array.
+        # The arrays that the primal captured are replaced by entries of xs, because they may have
+        # been batched or belong to another trace. The closure references the captured arrays,
+        # because a new array may get the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -313,13 +317,14 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 def lift_captured(
     rule: Rule, xs: Sequence[Any], differentiated: bool = False
 ) -> tuple[Rule, list[Any]]:
-    """Returns the rule with its closed-over arrays appended to its inputs, and these arrays.
+    """Returns a rule that takes its closed-over arrays as additional inputs, and these arrays.
 
-    Traces each map with all tangents. A rule that closes over nothing is returned unchanged.
+    Each map is traced with tangents or cotangents of all differentiated inputs and outputs. A rule
+    that closes over nothing is returned unchanged.
 
     Args:
         rule: The rule.
-        xs: The rule's inputs.
+        xs: The inputs of the rule.
         differentiated: Whether concrete inputs are differentiated too.
     """
     n, consts = len(xs), list[Any]()
@@ -346,7 +351,7 @@ def lift_captured(
         moving = [
             is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
             for i, x in enumerate(xs)
-        ]  # concrete inputs are differentiated only by an edit, which records its cuts
+        ]  # concrete inputs are differentiated only if the rule is an edit
         flow = primal if flow_of(rule) is rule.primal else of_inputs(flow_of(rule))
         if any(moving):
             maps = rule if rule.reverse_only else linearized_rule(rule, xs)
@@ -394,7 +399,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, except where `examples` is None; returns None there."""
+    """Replaces None in `values` by zeros. If the entry of `examples` is None, so is the result."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

@@ -1,8 +1,8 @@
-"""The primal, value and tangent primitives of a rule: evaluation and vmap.
+"""Defines the evaluation and batching of a rule's primitives: primal, value and tangent.
 
-The operands of the tangent primitive are the residuals, then the tangents that are not symbolic
-zeros. The parameters of the tangent primitive are `given`, the mask of these tangents, and `ys`,
-the avals of the floating outputs. `installing.py` defines the derivatives of the primitives.
+The operands of the tangent primitive are the residuals, followed by the tangents that are not
+symbolic zeros. The parameters of the tangent primitive are `given`, the mask of these tangents, and
+`ys`, the avals of the floating outputs. `installing.py` defines the derivatives of the primitives.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ READS_A_VALUE = (
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TracedRule(Rule):
-    """A rule with the information that tracing needs.
+    """A rule with additional fields that are needed when the rule is traced.
 
     Attributes:
-        closed_over: Positions of closed-over inputs; differentiating them raises an error.
-        flow: A function with the rule's data flow: it determines which inputs each output depends
-            on, and the cotangent map is evaluated for the wanted inputs only. If None, each output
-            depends on each input.
+        closed_over: The positions of the inputs that are closed-over arrays. A derivative with
+            respect to these inputs raises an error.
+        flow: A function with the same data flow as the rule, from which `reachability` determines
+            on which inputs each output depends. The cotangent map is then evaluated only for the
+            required inputs. If None, each output is assumed to depend on each input.
         extras: The number of extras of a linearized rule, which has both maps and explicit
-            residuals; None if the rule is not linearized.
-        forward: For a linearized rule that primal binds, `forward(*xs)` returns `[*ys, *extras]`.
-        perturbed: The inputs for which the maps are valid, if the rule was linearized for some
-            inputs only; None for all.
-        whole: The rule for all inputs, if `perturbed` is given.
-        lift: For a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
-            with lifted maps, and one entry for each of its inputs: the position in `xs`, or the
-            captured array itself.
+            residuals, or None if the rule is not linearized.
+        forward: A function that evaluates a linearized rule: `forward(*xs)` returns `[*ys,
+            *extras]`.
+        perturbed: If the rule was linearized for some inputs only, a mask of the inputs for which
+            the maps are valid; otherwise None.
+        whole: The original rule, which is not linearized, if `perturbed` is given; otherwise None.
+        lift: If the closed-over arrays of the primal were hoisted, but not the closed-over arrays
+            of the maps, a function to call as `lift(xs)`. It returns the rule with hoisted maps and
+            a list with an entry for each input of the returned rule: a position in `xs`, or the
+            captured array.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -65,7 +68,7 @@ class TracedRule(Rule):
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
-    """Returns a function with the rule's data flow; None if all outputs depend on all inputs."""
+    """Returns a function with the data flow of a rule, or None if it is unknown."""
     return getattr(rule, "flow", None)
 
 
@@ -75,7 +78,7 @@ def is_linearized(rule: Rule) -> bool:
 
 
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Returns `make()`, memoized on the owner by key; keeps the newest 64 entries."""
+    """Returns `make()`, memoized on the owner by key. The newest 64 entries are stored."""
     kept = vars(owner).setdefault("_memo", {})
     if key in kept:
         return kept[key]
@@ -90,17 +93,17 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """Converts Python numbers in xs to arrays; JAX does not convert literals."""
+    """Converts Python numbers in xs to arrays, because JAX does not convert literals."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
 def promoting(rule: Rule) -> Any:
-    """Allows dtype promotion in an edit's own arithmetic (a real scale, a complex cotangent)."""
+    """Context manager that allows dtype promotion in edits (a real scale, a complex cotangent)."""
     return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
 def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
-    """Evaluates the rule's function."""
+    """Evaluates the primal function of a rule."""
     return list(rule.primal(*as_arrays(xs)))
 
 
@@ -110,7 +113,7 @@ def _value(*operands: Any, rule: TracedRule, xs: int) -> list[Any]:
 
 
 def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
-    """Evaluates the rule's tangent map."""
+    """Evaluates the tangent map of a rule."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
     assert rule.tangent is not None
     with promoting(rule):
@@ -119,7 +122,7 @@ def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
 
 
 def eval_forward(rule: Rule, xs: Any) -> list[Any]:
-    """Evaluates a linearized rule; returns outputs and extras."""
+    """Evaluates a linearized rule, and returns outputs and extras."""
     assert isinstance(rule, TracedRule)
     assert rule.forward is not None
     if not rule.extras:
@@ -129,14 +132,14 @@ def eval_forward(rule: Rule, xs: Any) -> list[Any]:
 
 
 def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
-    """Evaluates the rule's data flow, from its inputs to its outputs."""
+    """Evaluates the function that has the data flow of a rule."""
     flow = flow_of(rule)
     assert flow is not None
     return list(flow(*operands[:xs]))
 
 
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """Traces a primitive with the given parameters, memoized on its rule."""
+    """Returns the jaxpr of a primitive with the given parameters, memoized on the rule."""
     rule = params["rule"]
 
     def make() -> Any:
@@ -158,16 +161,17 @@ def _define(
 ) -> RulePrimitive:
     """Defines a primitive that evaluates `run`.
 
-    outs: The avals of the primitive's results; if None, tracing `run` determines the avals.
-    flow: Like `run`, with the rule's data flow; if None, all inputs flow to all outputs.
+    outs: A function that returns the avals of the results; if None, `run` is traced to determine
+    the avals.
+    flow: A function with the same data flow as `run`, or None if all inputs flow to all outputs.
     """
 
     def program(eqn: Any, run: Any = run) -> Any:
         return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
     def traced_outs(*avals: Any, **params: Any) -> list[Any]:
-        # `make_jaxpr`, unlike `eval_shape`, keeps weak types and, under shard_map, the axes over
-        # which a value varies.
+        # Unlike `eval_shape`, `make_jaxpr` returns avals with weak types and, under shard_map, with
+        # the axes over which a value varies.
         return list(jaxpr_of(run, tuple(avals), params).out_avals)
 
     primitive = RulePrimitive(name)
@@ -190,7 +194,7 @@ tangent_p = _define(
 )
 
 reverse_only_p = RulePrimitive("gradtools_reverse_only")
-reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
+reverse_only_p.__doc__ = "Marks a function without forward mode in a jaxpr."
 _same = lambda *xs, name: list(xs)
 reverse_only_p.def_impl(_same)
 reverse_only_p.def_abstract_eval(_same)
@@ -203,8 +207,8 @@ batching.primitive_batchers[reverse_only_p] = lambda args, dims, name: (
 
 # --- under vmap --------------------------------------------------------------------------
 #
-# Batching binds each primitive again, with a batched rule: its maps are the vmap of one example's
-# maps (`rules.batched`).
+# A batching rule binds the primitive again with a batched rule, whose maps are the vmap of the maps
+# of one example (`rules.batched`).
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class _Vmaps:
     """The vmap functions that `rules.batched` requires from a framework.
 
     Attributes:
-        axis: JAX's AxisData: the size and the names of the mapped axis.
+        axis: The AxisData of JAX: the size and the names of the mapped axis.
     """
 
     axis: Any
@@ -227,7 +231,10 @@ class _Vmaps:
         return jax.vmap(fun, axes, out_axes, axis_size=size, **names)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        """Applies vmap; extras without a mapped input stay unbatched. Also returns out_axes."""
+        """Applies vmap to `fun`. Extras that do not depend on a mapped input are not batched.
+
+        The result is a function that returns outputs and out_axes.
+        """
         trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
@@ -250,11 +257,11 @@ class _Vmaps:
 
 
 def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
-    """Returns the rule that evaluates a batch of examples."""
+    """Returns the batched version of a rule, which evaluates a batch of examples."""
     lists, size = _Vmaps(axis), axis.size
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-        """Lifts the maps at one example, then batches them."""
+        """Hoists the closed-over arrays of the maps of one example, and batches the maps."""
         assert isinstance(rule, TracedRule)
         assert rule.lift is not None
         pairs = zip(xs, x_axes, strict=True)
@@ -265,7 +272,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
     def make() -> Rule:
         if not isinstance(rule, TracedRule):
             return batched(rule, lists, x_axes, saved_axes, size)
-        flow, forward, whole = rule.flow, rule.forward, rule.whole  # all extras have the batch axis
+        flow, forward, whole = rule.flow, rule.forward, rule.whole  # all extras are batched
         return batched(
             rule,
             lists,
@@ -282,7 +289,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
 
 
 def _batching_rule(primitive: RulePrimitive) -> Any:
-    """Returns the batching rule of a primitive, which binds it with the rule of a batch."""
+    """Returns a batching rule that binds the primitive with the batched version of the rule."""
 
     def run(axis: Any, args: Any, dims: Any, *, rule: Any, **params: Any) -> Any:
         if all(d is None for d in dims):
@@ -295,7 +302,7 @@ def _batching_rule(primitive: RulePrimitive) -> Any:
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
         x_axes: Any = axes
         saved_axes: Any = None
-        if primitive is value_p:  # the values get the batch axis
+        if primitive is value_p:  # the values are batched
             first, last = params["xs"], len(args) - rule.extras
             for i in range(first, last):
                 args[i] = args[i] if axes[i] == 0 else shardings.spread(args[i], size, like)

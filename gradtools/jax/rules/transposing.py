@@ -1,4 +1,4 @@
-"""Computes the jvp or vjp map that a rule lacks by transposing its other map."""
+"""Computes a missing jvp or vjp map of a rule by transposing the other map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, Runtim
 
 
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Applies the transpose of `linear`, a map of arrays like `examples`, to `values`."""
+    """Applies the transpose of `linear`, a map of arrays with the avals `examples`, to `values`."""
     try:
         if any(varies(v) for v in (*values, *examples)):
             return _transposed_by_vjp(linear, examples, values)
@@ -44,10 +44,10 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Transposes by the pullback at zero, for values that vary over mesh axes of shard_map.
+    """Applies the transpose by the pullback at zero, for values that vary over axes of shard_map.
 
-    `jax.linear_transpose` cannot express varying types (check_vma=True). The jaxpr of the pullback
-    must not depend on the point, which proves that the map is linear.
+    `jax.linear_transpose` cannot express varying types (check_vma=True). The map is linear if the
+    jaxpr of the pullback does not depend on the point; otherwise an error is raised.
     """
     zeros = [zeros_of(e) for e in examples]
 
@@ -58,8 +58,8 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
-        # A single equation of gradtools, such as a host function's backward pass: its linearity is
-        # checked numerically, because the kernel's residuals contain no information about it.
+        # The map is a single equation of gradtools, such as the backward pass of a host function.
+        # The linearity of such a map is checked numerically, because its jaxpr is not known.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)
@@ -73,17 +73,17 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
-    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, in gradtools' convention."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, conjugated as in gradtools."""
 
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]
 
-    axes = frozenset().union(*map(varies, [*at, *values]))  # examples have no mesh axes
+    axes = frozenset().union(*map(varies, [*at, *values]))  # examples do not vary over mesh axes
     return transpose_map(rule, which, own, [jax.typeof(varying(x, axes)) for x in examples], values)
 
 
 def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
-    """Applies the pullback of `fun` at xs to `cts` (None means zero) or to `cts(outputs)`."""
+    """Applies the pullback of `fun` at xs to `cts`, a list or a function of the outputs."""
     known = [] if callable(cts) else without_none(cts)
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])

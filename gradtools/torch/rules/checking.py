@@ -1,12 +1,13 @@
-"""Checks of a user's rule: transposed maps are linear, and no captured tensor is differentiated.
+"""Checks that transposed maps of a user's rule are linear and that captured tensors are constants.
 
 Linearity is checked once per signature. The map is evaluated at copies of the current values, and
-the states of random generators are restored afterwards. During compilation tensors have no values,
-so the map is evaluated at fixed example numbers.
+the states of random generators are restored afterwards. During compilation, tensors have no values,
+so the map is evaluated at fixed numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
-captured tensor would be silently lost. Closures are searched before each call. If the search misses
-a tensor, an output at detached arguments requires grad, which also raises an error.
+captured tensor would be silently lost. Closures are searched before each call. If the search does
+not find a captured tensor, an output for detached arguments requires grad, which also raises an
+error.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context manager that hides a check's evaluations from modes, transforms, graphs and hooks."""
+    """Context manager that disables modes, transforms, grad mode and saved-tensor hooks."""
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield
@@ -46,10 +47,10 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
     Args:
         rule: The rule.
-        which: The vectors in which the map is linear, "tangent" or "cotangent".
-        run: `run(at, vs)`; results and entries may be None.
+        which: The name of the map, "tangent" or "cotangent".
+        run: Called as `run(at, vs)`; entries of vs and of the result may be None.
         at: The residuals.
-        likes: The shapes, dtypes and devices of the vectors, None for integers.
+        likes: The shape, dtype and device of each vector, or None for an integer input.
     """
     mask = [like is not None for like in likes]
 
@@ -81,16 +82,16 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun at copies of xs, once per signature; does nothing if xs have no values.
+    """Evaluates fun at copies of xs. Does nothing if xs have no values.
 
-    A FakeTensorMode would import PyTorch's compiler and leave fake tensors in fun's caches. Host
-    kernels do not run; they return zeros like their `out` specs.
+    A FakeTensorMode is not used, because it imports PyTorch's compiler and fun might cache fake
+    tensors. Host kernels are not called; instead, zeros with the kernel's `out` specs are returned.
     """
     values = [_value_of(x) for x in xs]
     if any(x is None for x in values):
         return
     drawn = Randomness.everywhere({x.device.type for x in values})
-    # An error of f is suppressed here, since the call itself raises it.
+    # An error in f is suppressed here, since the following call of f raises the same error.
     with _undisturbed(), restored(drawn), checking(), suppress(Exception):
         fun(*[x.clone() for x in values])
 
@@ -99,7 +100,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 
 def _value_of(x: Any) -> Any:
-    """Unwraps x; returns one example of a batch, or None if x has no values."""
+    """Unwraps x, and selects the first example of each batch. Returns None if x has no values."""
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
     if not upstream.is_wrapped(x):
@@ -109,9 +110,9 @@ def _value_of(x: Any) -> Any:
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:
-    """Returns numbers with few binary digits, whose sums are exact; see `is_linear`.
+    """Returns a tensor of numbers with few binary digits, whose sums are exact (see `is_linear`).
 
-    A SymInt is replaced by its size hint, which adds no guard.
+    A symbolic size is replaced by its hint, which adds no guard.
     """
     shape, dtype, device = aval[:3]
     shape = [n if isinstance(n, int) else upstream.size_hint(n, fallback=2) for n in shape]
@@ -132,9 +133,10 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def closes_over_tracked(rule: Rule) -> bool:
-    """Returns whether a rule captures a differentiated tensor, whose derivative would be lost.
+    """Returns whether the functions of a rule capture a differentiated tensor.
 
-    Returns False for a rule without a contract, which gradtools derived from another rule.
+    The derivative with respect to a captured tensor would be lost. A rule without a contract was
+    derived from another rule, and is not checked.
     """
     if rule.contract is None:
         return False
@@ -146,13 +148,13 @@ def closes_over_tracked(rule: Rule) -> bool:
 
 
 def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
-    """Returns whether functions (or `attributes` of objects) capture a tensor with `wanted(x)`."""
+    """Returns whether functions capture a tensor x for which `wanted(x)` is True."""
     is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
     return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
 
 
 def closures_of(rule: Rule) -> Closures:
-    """Returns the tensors that a rule's functions close over, cached."""
+    """Returns the cached `Closures` of the functions of a rule."""
     known: Closures | None = rule.__dict__.get("_closures")
     if known is None:
         known = rule.__dict__["_closures"] = Closures(rule.user_functions)
@@ -160,9 +162,9 @@ def closures_of(rule: Rule) -> Closures:
 
 
 class Closures:
-    """The tensors in the closures of functions; searched again if a cell is rebound.
+    """The tensors in the closures of functions. Closures are searched again if a cell is rebound.
 
-    Rules among the captured objects check their own closures when they are called.
+    Captured rules are not searched, because a rule checks its closures when it is called.
 
     Attributes:
         empty: Whether the functions close over nothing.
@@ -184,7 +186,7 @@ class Closures:
         self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
-        """Returns whether a tensor with `wanted(x)` is captured."""
+        """Returns whether a tensor x for which `wanted(x)` is True is captured."""
         for cell, content in self._cells:
             if _contents(cell) is not content:
                 self._search()

@@ -1,10 +1,10 @@
-"""The `torch.autograd.Function` of a rule, which supports both modes and vmap.
+"""The `torch.autograd.Function` of a rule, which supports reverse mode, forward mode and vmap.
 
 Double backward differentiates the code of the cotangent map, so rules have derivatives of any
-order. A `jvp` staticmethod runs with forward gradients disabled, so nested forward mode
-silently drops a term (torch#197867). This `jvp` reads the saved tensors' primal parts and enables
-forward gradients again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once
-PyTorch is fixed.
+order. PyTorch disables forward mode while a `jvp` staticmethod runs, so nested forward mode
+silently drops a term (pytorch#197867). The `jvp` in this module reads the primal parts of the saved
+tensors and enables forward mode again.
+`test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once PyTorch is fixed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BatchedRule(Rule):
-    """A rule with its own batching rule.
+    """A rule with a custom batching rule.
 
     Attributes:
-        batching_rule: `batching_rule(size, axes, xs, randomness)` returns the rule of a batch, its
-            inputs, and a function from its outputs to their axes.
+        batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns a rule that is
+            applied to the whole batch, its inputs, and a function that maps its outputs to their
+            batch axes.
     """
 
     batching_rule: Callable[..., Any]
@@ -47,25 +48,26 @@ class BatchedRule(Rule):
 
 @dataclass(eq=False, slots=True)
 class Application:
-    """One application of a rule: its maps and all other state that is not a tensor.
+    """One application of a rule: the linear maps, and all other state that is not a tensor.
 
     Autograd saves the tensors that the maps read. If the maps are the same in every call, all calls
     share one application.
 
     Attributes:
         rule: The rule.
-        linearized: The rule's linear maps at this evaluation, without arrays.
-        count: The number of outputs; extras follow them.
-        pull: The function that computes the backward pass, at any order.
+        linearized: The linear maps of the rule at this evaluation, without arrays.
+        count: The number of outputs, not counting the extras, which follow the outputs.
+        pull: The function that computes the backward pass, and can be differentiated.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
             backward pass and for forward mode.
-        materializes: Whether undefined cotangents become zeros.
-        randomness: The generators' states before the evaluation, if a second evaluation draws from
-        them.
+        materializes: Whether undefined cotangents are replaced by zeros.
+        randomness: The states of the random generators before the evaluation, or None if no second
+        evaluation needs the states.
         perturbed: Whether each input is differentiated, or None if unknown.
-        like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
-            extras; None for integers.
-        ones: Maps the name of a map to the vectors at which it is transposed.
+        like_xs, like_ys: The shape, dtype and device of each input, and of each output and extra;
+            None for integers.
+        ones: For each map, "tangent" or "cotangent", the vectors of ones at which the map is
+            transposed.
     """
 
     rule: Rule
@@ -82,32 +84,34 @@ class Application:
     ones: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns outputs and extras at detached inputs; stores the maps."""
+        """Evaluates the rule at detached inputs, and stores the maps."""
         rule, written = self.rule, self.rule.contract is not None
         before = Randomness.now(xs) if written else None
-        with torch.set_grad_enabled(written):  # an output that requires grad reveals a capture
+        with torch.set_grad_enabled(written):  # outputs that require grad show a captured tensor
             return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
-        """Stores the maps without arrays; returns the outputs and extras.
+        """Stores the maps without arrays, and returns the outputs and extras.
 
-        before: The generators' states before the evaluation of a user's rule; None if the rule runs
-            only once.
+        before: The states of the random generators before the evaluation of a user's rule, or None
+            if the rule is evaluated only once.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
         if self.rule.contract is not None and any(
             y.requires_grad or upstream.is_wrapped(y) for y in out
         ):
             raise closed_over_error(self.rule.name)
-        # f computes the value, the forward rule a tangent: both must draw the same random numbers.
+        # f computes the value and the forward rule computes the tangent, and both must draw the
+        # same random numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
         if before is not None and repeats and before.current() is not before:
             self.randomness = before
-        # Autograd attaches the node to these tensors, and the rule's author may keep the originals.
+        # Autograd attaches the node to the returned tensors. The originals are not changed, because
+        # the author of the rule may store them.
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores the specs of inputs, outputs and extras, and which of them the maps need."""
+        """Stores the specs of inputs, outputs and extras, and the tensors to save."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
@@ -118,7 +122,7 @@ class Application:
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Replaces repeated tensors in xs by views: autograd distinguishes inputs by identity."""
+    """Replaces repeated tensors in xs by views, since autograd identifies inputs by identity."""
     if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return xs
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
@@ -126,15 +130,16 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the outputs and extras of an application, attached to its node."""
+    """Returns the outputs and extras of an application, attached to an autograd node."""
     inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
-    # Outside of torch.func this call skips `Function.apply`'s checks; recordings patch it.
+    # Outside of torch.func, this call skips the checks of `Function.apply`. Recorders patch this
+    # call.
     kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
     return kind.apply(point, *apart(xs))
 
 
 class RuleFunction(torch.autograd.Function):
-    """Autograd function of one application of a rule, in every mode."""
+    """The autograd function that applies a rule, in reverse mode, forward mode and vmap."""
 
     recorded_as = RULE
 
@@ -167,7 +172,7 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        if point.rule.reverse_only:  # raises PyTorch's own error
+        if point.rule.reverse_only:  # raises the error of PyTorch
             return torch.autograd.Function.jvp(ctx, *dxs)
         with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
@@ -179,7 +184,7 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: Application, *xs: Tensor) -> Any:
-        """Applies the rule of a batch, built from the maps of one example, below vmap's level."""
+        """Applies a batched version of the rule, outside of the level of vmap."""
         one, in_dims = point.rule, in_dims[1:]
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
@@ -201,9 +206,9 @@ class RuleFunction(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """Attaches a node to known outputs if only autograd is active.
+    """Attaches an autograd node to known outputs. Used if no transform or mode is active.
 
-    The method `forward` also sets up the context, which avoids PyTorch's call of `setup_context`.
+    The method `forward` also sets up the context object, so PyTorch does not call `setup_context`.
     """
 
     recorded_as = RULE
@@ -217,7 +222,7 @@ class Attached(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if point.count > 1:
             outs = (*without_aliases(outs[: point.count], xs), *outs[point.count :])
-        else:  # most outputs are new tensors
+        else:  # fast path: most outputs are new tensors
             for x in xs:
                 if upstream.is_alias_of(x, outs[0]):
                     outs = (outs[0].clone(), *outs[1:])
@@ -228,9 +233,9 @@ class Attached(torch.autograd.Function):
         return outs
 
 
-# `Function.apply` without its check for torch.func transforms: `attach((application, outs), *xs)`.
+# `Function.apply` without the check for torch.func transforms: `attach((application, outs), *xs)`.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
-# Avoids the lookup of `backward` or `vjp` in each call.
+# Otherwise PyTorch would look up `backward` or `vjp` in each call.
 for _kind in (RuleFunction, Attached):
     upstream.backward_class(_kind).apply = RuleFunction.backward
 
@@ -253,7 +258,7 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The `backend` argument of `rules.batched`.
+    """Maps functions of lists of tensors; the `backend` argument of `rules.batched`.
 
     one_draw: Whether all examples share random numbers.
     """

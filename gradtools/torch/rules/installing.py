@@ -1,8 +1,9 @@
 """Applies rules in PyTorch: in eager code, under torch.func, in compiled code and under export.
 
-A `torch.autograd.Function` (`functions.py`) applies a rule whose inputs are differentiated. Dynamo
-cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
-torch#193279). Dynamo records an opaque call instead, which then enters functorch's levels.
+If the inputs are differentiated, a `torch.autograd.Function` (`functions.py`) applies the rule.
+Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
+torch#193279). In compiled code, dynamo therefore records an opaque call, which functorch processes
+at run time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_functio
 
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
-    """Calls `rule.primal(*xs)`; the rule defines its derivatives in every mode, at every order."""
+    """Calls `rule.primal(*xs)`, whose derivatives of all orders are defined by the rule."""
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
     if rule.reverse_only:
@@ -38,10 +39,11 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """Applies a rule in compiled code, which embeds the rule's key as a constant."""
+    """Applies a rule in compiled code. The key of the rule is a constant in the compiled code."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
-    # Dynamo does not reveal which inputs are differentiated, so all inputs count as differentiated.
+    # In compiled code, it is unknown which inputs are differentiated, so all inputs count as
+    # differentiated.
     if pushing_in_trace and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
@@ -55,7 +57,7 @@ def _reverse_only(key: str) -> str:
 
 @opaque_to_dynamo
 def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Applies a rule as one opaque node of dynamo's graph, which contains no Python objects."""
+    """Applies a rule as one opaque node of dynamo's graph."""
     with real_tensors_too(xs):
         return tuple(_apply(by_key(key), xs))
 
@@ -85,7 +87,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs for inputs that are not differentiated; ends a rule's recursion."""
+    """Returns the outputs for inputs that are not differentiated, without an autograd node."""
     if rule.contract is None:
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
@@ -97,19 +99,20 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
-    """Returns whether only autograd is active: no transform, mode, recording or dual numbers."""
+    """Returns whether xs are dense tensors and no transform, mode or dual level is active."""
     for x in xs:
         if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
             return False
-    # torch.export runs in a TracingContext, too
+    # a TracingContext is also active in torch.export
     return not is_followed() and upstream.TracingContext.try_get() is None
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the rule's outputs as constants, for `torch.export`.
 
-    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so its gradient silently
-    becomes the gradient of its operations or, in strict mode, disappears.
+    `torch.export` cannot represent a rule: PyTorch inlines the forward pass of a Function, so the
+    custom gradient silently becomes the gradient of the inlined operations or, in strict mode, is
+    lost.
     """
     ys = rule.primal(*[x.detach() for x in xs])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
@@ -123,7 +126,7 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:
-    """Returns whether any of xs may be differentiated, in any mode or transform."""
+    """Returns whether xs may be differentiated, by autograd, forward mode or torch.func."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True

@@ -1,11 +1,11 @@
-"""Calls of custom rules: state that is shared by calls with tensors of the same shapes.
+"""Calls custom rules, and caches state for calls with the same shapes and dtypes.
 
 A signature consists of the shapes, dtypes and devices of a call's tensors, and the structure and
 constants of the arguments. `Calls` makes a `Signature` object for each signature, which contains
 the rule, the author's functions of flat tensors, and state that later calls share.
 
 If only autograd's graph or forward mode is active, this module runs the author's code, and attaches
-a node (`attach`) or tangents to the outputs. Otherwise `installing.py` applies the rule.
+an autograd node or tangents to the outputs. Otherwise `installing.py` applies the rule.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ _CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, ty
 
 
 class Signature:
-    """State shared by all calls with the same shapes, dtypes, devices and structure.
+    """State that all calls with the same shapes, dtypes, devices and argument structure share.
 
     Attributes:
         specialized: The custom rule, specialized to this structure of arguments.
-        rule: The `Rule` of `specialized`.
-        avals: The shape, dtype and device of each tensor.
-        likes: The same as `avals`, but None for integers.
-        key: The shapes and dtypes, which are the key of the contract's checks.
-        repeats: Whether the forward pass may run again, so that generator states are stored.
-        shared: The applications that calls share, by the positions of their saved tensors.
-        smooth: Whether all tensors are floating or complex and the author's code records a graph.
-        records: Whether the forward rule is evaluated in the graph of the call (`recorded`).
-        recording: The application of recorded calls.
+        rule: The `Rule` object of `specialized`.
+        avals: The avals of the tensors: shape, dtype and device.
+        likes: The entries of `avals`, with None in place of the avals of integer tensors.
+        key: The shape and dtype of each tensor, a key for checks that run once.
+        repeats: Whether the forward pass may run again, which requires the states of random
+            generators.
+        shared: Maps the positions of saved tensors to the `Application` that calls share.
+        smooth: Whether all tensors are floating or complex and the rule's code can record a graph.
+        records: Whether the method `recorded` may be used.
+        recording: The `Application` that calls of the method `recorded` share.
     """
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
@@ -76,7 +77,7 @@ class Signature:
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
-        """Calls f itself for arguments that are not differentiated."""
+        """Calls f directly, for arguments that are not differentiated."""
         out = self.specialized.fun(*args)
         is_known = type(out) is Tensor and self.key in self.specialized.values
         ys = [out] if is_known else self.specialized.outputs(args, out, "it")
@@ -87,13 +88,13 @@ class Signature:
     # --- fwd and bwd
 
     def applied(self, args: tuple[Any, ...]) -> Any:
-        """Runs fwd once and returns the output with its node."""
+        """Runs fwd once, and returns the output with an autograd node."""
         point, outs = self.evaluated(tuple(map(Tensor.detach, args)))
         ys = attach((point, outs), *args)
         return ys[0] if point.pull is not pulled_back else self.outputs(ys[: point.count])
 
     def evaluated(self, xs: tuple[Any, ...]) -> tuple[Application, tuple[Tensor, ...]]:
-        """Runs fwd once; returns the application, outputs and extras."""
+        """Runs fwd once, and returns the `Application`, the outputs and the extras."""
         before = Randomness.now(xs) if self.repeats else None
         result = self.specialized.fwd(*xs)
         shared = self._shared(xs, result)
@@ -113,9 +114,10 @@ class Signature:
         return point, outs
 
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
-        """Returns the application for calls with the same saved positions, its output and extras.
+        """Returns a shared `Application`, and the output with the extras.
 
-        Returns None unless fwd returned a tensor and saved a tensor or a tuple of tensors.
+        Calls that save tensors at the same positions share the application. Returns None if fwd
+        returned another structure than a tensor and a residual or a tuple of residuals.
         """
         out, res = result if type(result) is tuple and len(result) == 2 else (None, None)
         leaves = (res,) if type(res) is Tensor else res
@@ -144,9 +146,9 @@ class Signature:
         return point, outs
 
     def _share(self, point: Application, count: int | None) -> None:
-        """Gives a shared application a cotangent map and a backward pass that call only bwd.
+        """Sets a cotangent map and a backward pass that call bwd directly on a shared application.
 
-        count: The number of residuals, or None if bwd gets one tensor without a tuple.
+        count: The number of residuals, or None if bwd is called with a tensor instead of a tuple.
         """
         specialized, avals, likes, maps = self.specialized, self.avals, self.likes, point.linearized
         bwd, is_flat = specialized.bwd, specialized.is_flat
@@ -174,11 +176,15 @@ class Signature:
 
     # --- reverse mode of a rule that has only a forward map
     #
-    # Autograd transposes the rule's tangent map T(x) in the graph of the call. T(x) is linear in
-    # dx, so its graph is the same at any dx; at dx = x the graph routes a cotangent to x.
+    # The tangent map T(x) of the rule is recorded in the graph of the call, and autograd transposes
+    # it. T(x) dx is linear in dx, so the transpose does not depend on dx. The map is recorded with
+    # x as dx, so the backward pass adds the cotangent to the gradient of x.
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
-        """Evaluates the forward rule once; returns the output, or None to use `apply_rule`."""
+        """Evaluates the forward rule once.
+
+        Returns the output, or None if `apply_rule` is needed.
+        """
         xs = tuple(map(Tensor.detach, args))
         point = self.recording = self.recording or self._recording(xs)
         if point is None:
@@ -190,19 +196,21 @@ class Signature:
         y, dy = result
         if y.requires_grad:
             raise closed_over_error(self.rule.name)
-        # Detached because the graph may refer to y itself, which would be a reference cycle.
+        # y is detached, because the graph may refer to y, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:
-        """Returns the application of recorded calls.
+        """Returns the `Application` that calls of the method `recorded` share, or None.
 
-        Returns None if f does not return a single tensor, if the map is not linear (taking a
-        derivative raises an error), or if its graph has another leaf, which would get a gradient.
+        Returns None if f does not return a single tensor, if the tangent map is not linear (a
+        derivative then raises an error), or if the graph of the map has another leaf, which would
+        receive a gradient.
         """
         dxs = [ones(*x).requires_grad_() for x in self.avals]
         run = self.specialized.tangent
         tangent = lambda xs, dxs: applied_to(None, self.rule, run, xs, dxs)
-        # A checkpoint counts saved tensors, and its recomputation does not rebuild this graph.
+        # Saved-tensor hooks are disabled: a checkpoint counts saved tensors, but its recomputation
+        # does not build this graph again.
         with unpacked(), restored(Randomness.now(xs)), suppress(GradtoolsError):
             check_linear(self.rule, "tangent", tangent, xs, self.likes)
             leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
@@ -217,7 +225,7 @@ class Signature:
     # --- forward mode only
 
     def pushed(self, args: tuple[Any, ...]) -> Any:
-        """Runs the author's code once; returns the output with its tangent, without a node.
+        """Runs the author's code once, and returns the output as a dual number without a graph.
 
         Returns None if `apply_rule` is needed.
         """
@@ -254,7 +262,7 @@ class Signature:
 
 
 def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-    """Passes the cotangent to the tangent, the last input; at second order, transposes the map."""
+    """Returns the cotangent as the gradient of the last input, the tangent."""
     if _graphs():
         return *pulled_back(ctx, cts), None
     if _is_compiling():  # compiled autograd cannot add a tensor to None
@@ -263,7 +271,7 @@ def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_pair(result: Any) -> bool:
-    """Returns whether a forward rule returned a tensor and a tangent of its shape and dtype."""
+    """Returns whether a forward rule returned a tensor and a tangent of equal shape and dtype."""
     if type(result) is not tuple or len(result) != 2:
         return False
     y, dy = result
@@ -275,12 +283,12 @@ class Calls:
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        # A count of 0 allows any number of arguments.
+        # The count 0 allows any number of arguments.
         self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
 
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
-        """Returns the rule's output; NotImplemented for arguments without a signature."""
+        """Returns the output of the rule, or NotImplemented if the arguments have no signature."""
         if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
         structure: tuple[Any, ...] = ()
@@ -298,7 +306,7 @@ class Calls:
                 key += x.shape, x.dtype, x.device
                 tracked = tracked or x.requires_grad
             signature = self.signatures.get(key)
-        except (RuntimeError, TypeError):  # a nested tensor has no shape, a SymInt no hash
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a SymInt has no hash
             return NotImplemented
         if signature is None:
             if torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -316,7 +324,8 @@ class Calls:
                     out = signature.pushed(args)
             elif signature.specialized.bwd is not None:
                 return signature.applied(args)
-            # A checkpoint would run its recomputation inside of the recording.
+            # Under a checkpoint, the recomputation would run while the graph of the map is
+            # recorded.
             elif signature.records and _hooks(False) is None:
                 out = signature.recorded(args)
             if out is not None:
@@ -324,7 +333,7 @@ class Calls:
         return signature.outputs(apply_rule(signature.rule, *args))
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """Returns the tensors, structure and constants of a call; no tensors if it has no key."""
+        """Returns the tensors, structure and constants of a call."""
         leaves, treedef = self.of._backend.flatten_static(args)
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])

@@ -1,9 +1,10 @@
-"""Tangent and cotangent maps of one application of a rule; each is the transpose of the other.
+"""Computes tangent and cotangent maps of a rule; each map is the transpose of the other.
 
-`ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). If the author
+`ctx` is the context object of the `torch.autograd.Function` in `functions.py`. If the author
 defined only one of the linear maps, the other map is the transpose, computed by differentiation.
-PyTorch would also transpose nonlinear maps; `checking.py` checks linearity first. Extras are
-differentiated through the code that computed them, by a second evaluation of the rule.
+Differentiation of a nonlinear map would give a wrong result, so `checking.py` first checks that the
+map is linear. Extras are differentiated through the code that computed them, by a second evaluation
+of the rule.
 
 A rule that applies itself to tangents would recurse forever. The forward rule of a linear function
 f may be the function itself, df(x)[t] = f(t). Transposing this rule needs the derivative of t ->
@@ -44,7 +45,7 @@ def in_eager() -> bool:
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
-    """Computes the cotangents of a rule's inputs in the backward pass, at any order."""
+    """Computes the cotangents of the inputs of a rule in the backward pass."""
     point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
     if point.rule.reverse_only:
         return point.linearized.cotangent(tensors, cts)
@@ -63,7 +64,7 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
 
 
 def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the inputs, which were saved for a second evaluation."""
+    """Returns the saved inputs of the rule, which are needed for a second evaluation."""
     return [tensors[kept.index(i)] for i in range(len(point.like_xs))]
 
 
@@ -96,7 +97,7 @@ def _cotangent(point: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> Seq
         cts = filled(cts, point.like_ys[: point.count])
     pulling = maps.cotangent
     if maps.written is not None and in_eager() and upstream.forward_level() < 0:
-        pulling = maps.written  # autograd differentiates this code itself
+        pulling = maps.written  # autograd differentiates the code of this map
     if pulling is not None:
         pulled = list(pulling(at, cts))
         return pulled if rule.contract is None else filled(pulled, point.like_xs)
@@ -118,7 +119,7 @@ def _by_transposing(
 def transpose(
     rule: Rule, which: str, linear: Any, at: list[Any], examples: list[Any], values: list[Any]
 ) -> list[Any]:
-    """Transposes `vs -> linear(at, *vs)` at `values`; the vectors have the examples' shapes."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`."""
     run, likes = lambda at, vs: linear(at, *vs), list(map(like, examples))
     check_linear(rule, which, run, at, likes)
     return filled(transposed(rule, run, at, likes, values), likes)
@@ -127,9 +128,10 @@ def transpose(
 def _maps_at(
     point: Any, kept: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[Any, Sequence[Tensor]]:
-    """Returns the rule's maps and their residuals.
+    """Returns the linear maps of the rule and their residuals.
 
-    Maps that reevaluate the author's functions draw the random numbers of the first evaluation.
+    If the maps evaluate the author's functions again, the functions draw the same random numbers as
+    in the first evaluation.
 
     kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
     """
@@ -155,7 +157,7 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 
 
 def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], list[bool]]:
-    """Returns the extras as a function of the inexact inputs, these inputs, and their mask."""
+    """Returns a function from the inexact inputs to the extras, the inexact inputs, and a mask."""
     mask = [like is not None for like in point.like_xs]
 
     def run(*changed: Tensor) -> list[Tensor]:
@@ -167,7 +169,7 @@ def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], lis
 
 
 def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """Computes the tangents of the extras; None for zeros and unused tangents."""
+    """Computes the tangents of the extras. A tangent that is zero or not used is None."""
     likes, xs = point.like_ys[point.count :], inputs_of(point, point.pushing, tensors)
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
     if forward_alone or not any(likes):
@@ -178,12 +180,12 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# During compilation a rule runs below the levels of torch.func, where the engines would choose
-# eager code. Tangents of dual numbers may have overlapping memory, which autograd cannot write to.
+# During compilation, a rule runs outside of the levels of torch.func, so the engines would choose
+# autograd. Tangents of dual numbers may have overlapping memory, which autograd cannot write to.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """Applies the pullback of `fun` at xs to cotangents; None is a zero cotangent or result."""
+    """Applies the pullback of `fun` at xs to cotangents. None represents a zero."""
     if not in_eager() or upstream.forward_level() >= 0:
         return _vjp_of_inexact(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)
@@ -191,7 +193,10 @@ def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
 
 
 def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
-    """Returns tangents of fun's outputs at xs (None for integers). Dual levels do not nest."""
+    """Returns the tangents of the outputs of fun at xs (None for integers).
+
+    The pullback is transposed, because levels of dual numbers cannot be nested.
+    """
     outs, pullback = _vjp_of_inexact(fun, xs)
     mask = [y is not None for y in outs]
     zeros = [torch.zeros_like(y) for y in outs if y is not None]
@@ -199,7 +204,7 @@ def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
 
 
 def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
-    """Applies `torch.func.vjp` to outputs that may be None or integers, which count as None."""
+    """Applies `torch.func.vjp` to a function whose outputs may be None or integers."""
     mask = list[bool]()
 
     def dense(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -214,7 +219,7 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # uses views, since an unchanged result may belong to an ended level
+        with unpacked():  # views, since a result may be a wrapper of a level that has ended
             return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback
@@ -231,13 +236,14 @@ def transposed(
     values: Sequence[Any],
     known: list[Tensor] | None = None,
 ) -> list[Any]:
-    """Applies the transpose of `vs -> linear(at, vs)`, for vectors with these avals, to `values`.
+    """Applies the transpose of `vs -> linear(at, vs)` to `values`.
 
-    Eager code uses autograd, which takes a third of the time of torch.func; under a transform,
-    torch.func is used. With gradients on, the result is differentiable in `at` and `values`. None
-    means zero, or a vector of integers, whose aval is None.
+    In eager code, autograd computes the transpose, which takes a third of the time of torch.func.
+    Under a transform, torch.func computes the transpose. If grad mode is on, the result is
+    differentiable with respect to `at` and `values`. In values and results, None means zero. An
+    entry of `likes` is None for a vector of integers.
 
-    known: A list that caches the vectors of ones at which the map is traced, for later calls. The
+    known: A list that stores the vectors of ones at which the map is traced, for later calls. The
         list is passed only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
@@ -280,9 +286,9 @@ def transposed(
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
-    """Raises if a result y of a linear map at vectors of ones is nonzero and has no graph.
+    """Raises an error if a result y of a linear map at vectors of ones is nonzero without a graph.
 
-    v: The vector of the transpose; if it is zero, y is not needed.
+    v: The vector to which the transpose is applied. If v is zero, y is not needed.
     """
     if upstream.TracingContext.try_get() is None and all(
         bool((unwrapped(x) != 0).any()) for x in (y, v)
@@ -297,8 +303,8 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
 # --- rules that are applied to the tangents of their own map -------------------------------
 
 Vectors = set[int] | int | None
-"""Identifies the vectors of a map: the ids of these leaves and the torch.func level at which the
-map is traced, or None if no other tensor requires grad."""
+"""Identifies the vectors of a map that is being transposed: in eager code, the ids of the vectors;
+under torch.func, the level at which the map is traced; None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
@@ -315,7 +321,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs a map of the rule at the given vectors during its transposition."""
+    """Calls a map that is being transposed, and records the call and its vectors in `ongoing`."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)
@@ -324,7 +330,7 @@ def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Returns whether xs depend on vectors to which the rule's own tangent map is applied.
+    """Returns whether xs depend on vectors to which the tangent map of the same rule is applied.
 
     The tangent map may have applied another rule, which applies this rule. A rule with a cotangent
     map needs no transposition.

@@ -224,8 +224,10 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays.
-            max_norm: A non-negative real scalar, or None.
-            max_value: A non-negative real scalar, or None.
+            max_norm: A nonnegative real scalar, or None; it may be traced or scheduled.
+            max_value: A nonnegative real scalar, or None; it may be traced or scheduled. A negative
+                bound raises an error; where it is traced or on an accelerator, the gradient is NaN
+                instead.
 
         Returns:
             x, unchanged.
@@ -271,7 +273,9 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays.
             fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
-                leaves that are not floating or complex). At second order fn is applied again.
+                leaves that are not floating or complex). At second order fn is applied again. fn
+                must not write into its argument in place, since other branches of the graph may
+                share the memory, as in `torch.Tensor.register_hook`; clone the argument first.
 
         Returns:
             x, unchanged.
@@ -540,5 +544,7 @@ class _StraightThrough:
             value = backend.cast(as_array(backend, "straight_through", value, own), through)
         elif not backend.is_inexact(value):
             value = backend.cast(value, through)
-        value = matching(backend, "straight_through", value, through, lambda: (own, its + hint))
+        fix = "Reshape or cast the array, or pass a surrogate whose result has this shape."
+        names = lambda: (own, its + hint)
+        value = matching(backend, "straight_through", value, through, names, fix)
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]

@@ -548,6 +548,9 @@ BAD: dict[str, Call] = {
     "a branch on a value of one example": lambda gt, a: noted(
         lambda: gt.per_example_grad(branching)(a(V), a(ROWS))
     ),
+    "a branch on a value of one chunk": lambda gt, a: noted(
+        lambda: gt.microbatched_value_and_grad(branching, 1)(a(V), a(ROWS))
+    ),
     "in_axes by a name that f lacks": lambda gt, a: gt.per_example_grad(mean, in_axes={"data": 0})(
         a(V), a(ROWS)
     ),
@@ -627,6 +630,7 @@ ONLY = {
     "grad of a function that writes into a view of its argument": "torch",
     "a rule that is a method of a module": "torch",
     "a branch on a value of one example": "jax",
+    "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",
     "chunked, a carry of another shape": "jax",
 }

@@ -409,6 +409,10 @@ class Programs(Rules):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
 
+    def hint_at_traced_value(self, error: Exception) -> str:
+        """Returns the advice for a framework's error that f needs a traced value; "" for others."""
+        return ""
+
     call_kernel = LazyMember("host", operator="host_function")
     """Calls a host kernel inside the framework's program; its results have no derivative."""
 

@@ -111,6 +111,13 @@ class Arrays(ABC):
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array: ...
 
+    def number_on_host(self, x: Array) -> Any:
+        """Returns the number in an array of shape (), or None if reading it might wait or fail.
+
+        The number is known if x is not traced and is stored in the host's memory.
+        """
+        return None
+
     def dtype_name(self, x: Array) -> str:
         return str(x.dtype)
 

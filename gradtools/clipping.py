@@ -28,9 +28,9 @@ def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Ru
     def cotangent(limits: Any, cts: Any) -> list[Any]:
         norm, value = max_norm, max_value
         if norm is ARRAY:
-            norm = limits[0]
+            norm = _nan_if_negative(backend, limits[0])
         if value is ARRAY:
-            value = limits[-1]
+            value = _nan_if_negative(backend, limits[-1])
         clipped = list(cts[:count])
         if value is not None:
             clipped = [_clip_modulus(backend, ct, value) for ct in clipped]
@@ -54,9 +54,9 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
         return backend.clip(ct, bound)
     xp = backend.xp
     bound = backend.real_scalar(bound, ct)
-    outside = xp.abs(ct) > bound
-    size = xp.abs(xp.where(outside, ct, xp.ones_like(ct)))
-    return ct * xp.where(outside, bound / size, xp.ones_like(size))
+    inside = xp.abs(ct) <= bound  # False if the bound is NaN, so that the result is NaN
+    size = xp.abs(xp.where(inside, xp.ones_like(ct), ct))
+    return ct * xp.where(inside, xp.ones_like(size), bound / size)
 
 
 def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
@@ -96,23 +96,39 @@ def _squares(backend: Backend, ct: Array) -> Array:
     return xp.sum(re * re + im * im)
 
 
+def _nan_if_negative(backend: Backend, bound: Array) -> Array:
+    """Returns NaN for a negative bound, which would reverse the gradient."""
+    xp = backend.xp
+    return xp.where(bound < 0, xp.full_like(bound, xp.nan), bound)
+
+
 def bound_of(backend: Backend, name: str, bound: Any) -> Any:
     """Converts a bound of `clip_gradient` to an argument of `clip_rule`."""
     if bound is None:
         return None
-    if isinstance(bound, int | float):
-        if bound < 0:
-            raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
-        number = as_float("clip_gradient", name, bound)
-        compiles = backend.compiles_rules or backend.compiler.is_tracing()
-        return ARRAY if compiles else number
-    backend.check_array(bound, name)
-    if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
-        raise GradtoolsError(
-            f"clip_gradient: {name} is {describe(backend, bound)}; it must be a real number, or an "
-            "array of shape () with a real number."
-        )
-    return ARRAY
+    is_number = isinstance(bound, int | float)
+    if not is_number:
+        backend.check_array(bound, name)
+        if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
+            raise GradtoolsError(
+                f"clip_gradient: {name} is {describe(backend, bound)}; it must be a real number, "
+                "or an array of shape () with a real number."
+            )
+    known = bound if is_number else _known_number(backend, bound)
+    if known is not None and known < 0:
+        raise GradtoolsError(f"clip_gradient: {name} is {known}; it must not be negative.")
+    if not is_number:
+        return ARRAY
+    number = as_float("clip_gradient", name, bound)
+    compiles = backend.compiles_rules or backend.compiler.is_tracing()
+    return ARRAY if compiles else number
+
+
+def _known_number(backend: Backend, x: Any) -> Any:
+    """Returns the number in a scalar array; None if it is traced or on an accelerator."""
+    if backend.compiler.is_tracing():
+        return None
+    return backend.number_on_host(x) if backend.is_array(x) else x
 
 
 def has_real_dtype(x: Any) -> bool:

@@ -21,6 +21,7 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import trimmed, user_facing_methods
+from gradtools.code_origin import lines_of
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
@@ -202,7 +203,8 @@ class CustomRule:
             fwd: `fwd(*args)` returns the output and the residuals for bwd; the residuals may be any
                 pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
-                not static. Static arguments come first in the arguments of fwd and bwd.
+                not static. Static arguments come first in the arguments of fwd and bwd. bwd must
+                not write into the residuals or the cotangent in place; clone them first.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
                 `needs_input_grad`), and bwd gets None for a zero cotangent.
@@ -281,8 +283,21 @@ class CustomRule:
                 statics, rest = self._bound(args, kwargs)
             return self._applied(statics, rest)
         except Exception as error:
+            self._note(error)
             trimmed(error)
             raise
+
+    def _note(self, error: Exception) -> None:
+        """Adds a note to an error of a forward rule that computes with its tuples of arguments."""
+        code = getattr(self.jvp, "__code__", None)
+        tuples = isinstance(error, TypeError | AttributeError) and "tuple" in str(error)
+        if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):
+            statics = "".join(f"{name}, " for name in self._binding.statics)
+            error.add_note(
+                f"{self._kind} {self.__name__}: the forward rule is called as "
+                f"rule({statics}primals, tangents), with two tuples that have one entry for each "
+                "argument. Unpack them: (x,), (dx,) = primals, tangents."
+            )
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
         """Evaluates f with the specialization for the structure of the arguments."""

@@ -467,9 +467,12 @@ class Derivatives(Operators):
 
         Example:
             >>> w, x = gt.asarray(np.float32(2.0)), gt.asarray(np.float32([1.0, 3.0]))
-            >>> g = gt.per_example_grad(lambda w, x: w * x ** 2)(w, x)
-            >>> gt.to_numpy(g).tolist()
+            >>> f = lambda w, x: w * x ** 2
+            >>> gt.to_numpy(gt.per_example_grad(f)(w, x)).tolist()
             [1.0, 9.0]
+            >>> of_x = gt.per_example_grad(f, argnums=1, in_axes=(None, 0))  # w is shared, x split
+            >>> gt.to_numpy(of_x(w, x)).tolist()
+            [4.0, 12.0]
         """
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
         spec = GradientSpec("per_example_grad", f, argnums)
@@ -491,9 +494,9 @@ class Derivatives(Operators):
             try:
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
-                error.add_note(
-                    f"{name}: f gets one example, without the batch axis; x[None] adds it."
-                )
+                note = self._backend.hint_at_traced_value(error)
+                note = note or "f gets one example, without the batch axis; x[None] adds it."
+                error.add_note(f"{name}: {note}")
                 raise
 
         grads = batch.map(of_one, chunk_size)

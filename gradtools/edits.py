@@ -224,10 +224,11 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays.
-            max_norm: The largest 2-norm, a nonnegative real scalar. If None, the norm is not
-                clipped.
-            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the
-                entries are not clipped.
+            max_norm: The largest 2-norm, a nonnegative real scalar, which may be traced or scheduled.
+                If None, the norm is not clipped.
+            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the entries are not
+                clipped. A negative bound raises an error; if the bound is traced or on an
+                accelerator, the gradient is NaN instead.
 
         Returns:
             x, unchanged.
@@ -273,7 +274,9 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays.
             fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
-                leaves that are not floating or complex). At second order fn is applied again.
+                leaves that are not floating or complex). At second order fn is applied again. fn
+                must not write into its argument in place, since other branches of the graph may
+                share the memory, as in `torch.Tensor.register_hook`; clone the argument first.
 
         Returns:
             x, unchanged.
@@ -542,5 +545,7 @@ class _StraightThrough:
             value = backend.cast(as_array(backend, "straight_through", value, own), through)
         elif not backend.is_inexact(value):
             value = backend.cast(value, through)
-        value = matching(backend, "straight_through", value, through, lambda: (own, its + hint))
+        fix = "Reshape or cast the array, or pass a surrogate whose result has this shape."
+        names = lambda: (own, its + hint)
+        value = matching(backend, "straight_through", value, through, names, fix)
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]

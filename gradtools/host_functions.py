@@ -21,6 +21,7 @@ from typing import Any, overload
 
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
+from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
@@ -206,11 +207,13 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         if adjoint is None:
             out = specs if len(specs) > 1 else specs[0]
             # `there` and `back` take flat arrays, and return one array or a tuple.
-            there = lambda *cts: host.adjoint(backend.unflatten(out_def, cts))
+            there = lambda *cts: _adjoint_at(host, backend.unflatten(out_def, cts), out)
+            there.__name__ = f"{host.__name__}.adjoint"
             back = lambda x: _alone(
                 backend.flatten(host.kernel.fun(*(x if len(specs) > 1 else [x])))[0]
             )
             adjoint = HostFunction(backend, there, out, host.kernel.vectorized, back)
+            adjoint.kernel = replace(adjoint.kernel, declared=False)
             adjoints[key] = adjoint
 
         def full(vs: Entries, avals: Sequence[Any]) -> list[Array]:
@@ -228,6 +231,20 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         return Linearized(list(ys), [], (), tangent, cotangent, key=key)
 
     return Rule(host.__name__, specialized.primal, linearize=linearize)
+
+
+def _adjoint_at(host: HostFunction, ct: Any, out: Any) -> Any:
+    """Calls the adjoint of a kernel at a cotangent; adds a note to its errors."""
+    assert host.adjoint is not None
+    try:
+        return host.adjoint(ct)
+    except Exception as error:
+        error.add_note(
+            f"host function {host.__name__!r}: adjoint was called with a cotangent of the kernel's "
+            f"result, {describe(host._backend, ct)}. It must return a cotangent of the kernel's "
+            f"argument, {out}."
+        )
+        raise
 
 
 def _alone(values: Sequence[Any]) -> Any:

@@ -111,6 +111,7 @@ class Kernel:
             arrays that are never written to and therefore are not copied.
         inside: An object with `name` and `fun`, the function of another framework that this kernel
             wraps; None if there is none.
+        declared: Whether the user declares `out`; False for an adjoint.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured_objects`
@@ -121,6 +122,7 @@ class Kernel:
     name: str = ""
     raw: bool = False
     inside: Any = None
+    declared: bool = True
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
@@ -376,7 +378,7 @@ class KernelCall:
         else:
             return ys
         for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
-            if wrong := _wrong(y, spec, batch):
+            if wrong := _wrong(y, spec, batch, self.kernel.declared):
                 path = self.trees.leaf_paths(self.trees.unflatten(expected.treedef, ys))[i]
                 raise self.error(f"result{path} {wrong}")
         return ys
@@ -396,8 +398,11 @@ class KernelCall:
         return self.error("the kernel has no derivative. Define a rule (defvjp or defjvp).")
 
 
-def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """Describes how y differs from its spec, and the fix; returns "" if y matches the spec."""
+def _wrong(y: Any, spec: ArraySpec, batch: Shape, declared: bool) -> str:
+    """Describes how y differs from its spec, and the fix; returns "" if y matches the spec.
+
+    declared: Whether the user declares the spec; otherwise the kernel is an adjoint.
+    """
     shape = (*batch, *spec.shape)
     behind = f", with the leading batch axes {batch} (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -405,7 +410,9 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
         if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
         own, fix = f"out=ArraySpec({y.shape}, {y.dtype.name!r})", ""
-        if not batch and y.shape == shape:
+        if not declared:
+            fix = " adjoint must return a cotangent like the kernel's argument."
+        elif not batch and y.shape == shape:
             fix = f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or declare {own}."
         elif not batch:
             fix = f" Declare the result: {own}, or a function of the arguments' ArraySpecs."

@@ -218,7 +218,8 @@ def closed_over_error(name: str) -> GradtoolsError:
     """Returns the error for a rule that closes over a differentiated array."""
     return GradtoolsError(
         f"rule {name!r} closes over an array that is differentiated or mapped; its derivative "
-        "would be lost. Pass that array to the function as an argument."
+        "would be lost. Pass that array to the function as an argument. The self of a method holds "
+        "a module's parameters: instead of a method write a function of the parameters."
     )
 
 

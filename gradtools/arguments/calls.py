@@ -166,7 +166,10 @@ class Call:
         extras: list[Array] = []
         for k, y in enumerate(out_leaves):
             if self._kinds[k] is None:
-                y = as_array(backend, self.caller, y, f"f's output{backend.leaf_paths(out)[k]}")
+                name, fix = f"f's output{backend.leaf_paths(out)[k]}", ""
+                if self.takes_aux and not self.has_aux:
+                    fix = " Leave it out, or pass has_aux=True and return (output, aux)."
+                y = as_array(backend, self.caller, y, name, fix=fix)
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
         self.no_tangents = [*map(backend.no_tangent, extras)]  # for f's integer outputs

@@ -145,7 +145,12 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 
 
 def as_array(
-    backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
+    backend: Backend,
+    caller: str,
+    x: Any,
+    name: str,
+    device_of: Array | None = None,
+    fix: str = "",
 ) -> Array:
     """Converts x to a framework array on the device of `device_of`; errors name x."""
     if backend.is_array(x):
@@ -158,7 +163,7 @@ def as_array(
             raise GradtoolsError(f"{caller}: {name}: {error}") from error
         came = describe(backend, x)
         raise GradtoolsError(
-            f"{caller}: {name} is {came}; expected an array of numbers."
+            f"{caller}: {name} is {came}; expected an array of numbers.{fix}"
         ) from error
 
 
@@ -198,7 +203,12 @@ def differentiable_leaf(
 
 
 def matching(
-    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
+    backend: Backend,
+    caller: str,
+    x: Any,
+    like: Array,
+    names: Callable[[], tuple[str, str]],
+    fix: str = "Reshape or cast the array.",
 ) -> Array:
     """Converts x to an array with the shape and dtype of `like`; errors name both arrays."""
     if isinstance(x, complex) and not backend.is_complex(like):
@@ -223,7 +233,7 @@ def matching(
         name, like_name = names()
         raise GradtoolsError(
             f"{caller}: {name} has shape {came[0]} and dtype {came[1]}; expected {wanted[0]} and "
-            f"{wanted[1]}, like {like_name}. Reshape or cast the array."
+            f"{wanted[1]}, like {like_name}. {fix}"
         )
     return x
 

@@ -234,10 +234,10 @@ class ChunkFunction:
                 out = self.f(*values[:count], **keywords)
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
-                    error.add_note(
-                        f"{self.outputs.caller}: f was called with one chunk, "
-                        f"({', '.join([describe(backend, x) for x in values])})."
-                    )
+                    called = ", ".join([describe(backend, x) for x in values])
+                    note = backend.hint_at_traced_value(error)
+                    note = note or f"f was called with one chunk, ({called})."
+                    error.add_note(f"{self.outputs.caller}: {note}")
                 raise
         new_carry: list[Any] = []
         if self.carry_def is not None:

@@ -63,6 +63,11 @@ def to_numpy(x: Any) -> np.ndarray:
     return np.array(as_numpy(x, "to_numpy"))
 
 
+def is_on_host(x: jax.Array) -> bool:
+    """Returns whether a concrete array is stored in this process's memory on the CPU."""
+    return all(d.platform == "cpu" for d in x.devices()) and x.is_fully_addressable
+
+
 def random_key(seed: Any) -> jax.Array:
     """Makes a JAX key from an integer seed. See ``gradtools.arrays``."""
     if isinstance(seed, jax.Array):

@@ -14,6 +14,7 @@ import numpy as np
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.clipping import clip_norm
 from gradtools.jax import arrays, engines, jaxprs, module_arguments, shardings, trees
+from gradtools.jax.known_errors import NO_VALUES
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
@@ -50,6 +51,13 @@ class JaxBackend(FrameworkBackend):
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)
+
+    def number_on_host(self, x: Array) -> Any:
+        known = not isinstance(x, jax.core.Tracer) and arrays.is_on_host(x)
+        return jax.device_get(x).item() if known else None
+
+    def hint_at_traced_value(self, error: Exception) -> str:
+        return NO_VALUES if isinstance(error, READS_A_VALUE) else ""
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)

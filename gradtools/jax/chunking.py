@@ -293,10 +293,12 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
     if new.shape != old.shape or new.dtype != old.dtype:
         users = k < len(chunks.carry)
         name = f"carry for {chunks.carry_names[k]}" if users else "state of a flax.nnx module"
+        fix = "Reshape the new value" if new.shape != old.shape else "Return new.astype(old.dtype)"
+        fix += ", or pass a first carry like the new value." if users else "."
         raise GradtoolsError(
             f"{chunks.caller}: f's new {name} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as before the chunk. A carry "
-            "must have the same shape and dtype in all chunks."
+            f"must have the same shape and dtype in all chunks. {fix}"
         )
     return _constant(shardings.like(new, old))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import ClosedJaxpr, is_in_scope
+from gradtools.jax.arrays import is_on_host
 from gradtools.jax.known_errors import explained
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, all_known, conj, zeros_of
@@ -131,7 +132,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
 
 
 def _is_nonzero(x: Any) -> bool:
-    on_host = all(d.platform == "cpu" for d in x.devices()) and x.is_fully_addressable
+    on_host = is_on_host(x)
     return bool((jax.device_get(x) != 0).any() if on_host else jax.device_get(jnp.any(x)))
 
 

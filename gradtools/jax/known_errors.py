@@ -42,6 +42,10 @@ def refused_number(error: BaseException) -> str:
 
 
 CALLS_JAX = "no_execution config option"  # raised by `jax.no_execution`
+NO_VALUES = (
+    "f is traced, so its arrays have no values. Instead of a Python if use jnp.where or "
+    "jax.lax.cond, and instead of NumPy use jnp."
+)
 NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
 
 _HOST = (

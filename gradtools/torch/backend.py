@@ -25,9 +25,10 @@ from gradtools.torch import (
 )
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.edits import edited, tied
-from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
+from gradtools.torch.functorch_wrappers import PLAIN, is_inexact, is_wrapped, may_have_no_value
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
+from gradtools.torch.modes import is_followed
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.transposing import pull, push, transpose
 
@@ -87,6 +88,10 @@ class TorchBackend(FrameworkBackend):
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, Tensor) and may_have_no_value(x)
+
+    def number_on_host(self, x: Array) -> Any:
+        known = type(x) in PLAIN and x.device.type == "cpu" and not may_have_no_value(x)
+        return x.item() if known and not is_followed() else None
 
     def is_complex(self, x: Array) -> bool:
         return x.is_complex()

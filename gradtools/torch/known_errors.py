@@ -75,6 +75,11 @@ _ADVICE = {
         "the module in evaluation mode, call make_functional on it, or pass chunk_size=1 (a plain "
         "loop) to per_example_grad or jacobian."
     ),
+    "leaf Variable that requires grad is being used in an in-place|being modified inplace": (
+        "f writes in place into an argument that is differentiated, into a view of it, or into "
+        "another tensor that requires grad. Compute a new tensor, such as w * 2 instead of "
+        "w.mul_(2), or write into a copy, w.clone()."
+    ),
     "yet support saved tensor hooks|use_reentrant=True": (
         "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
         "them, which torch.func's transforms do not support; a reentrant checkpoint also "

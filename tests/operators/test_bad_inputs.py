@@ -14,6 +14,7 @@ from tests.support.bad_inputs import (
     BACKENDS,
     BAD,
     NATIVE,
+    ONLY,
     expected,
     read,
     without_what_changes,
@@ -45,6 +46,9 @@ def test_the_texts_are_those_of_the_table():
 )
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
+    if ONLY.get(name, backend_name) != backend_name:
+        pytest.skip(f"the call is valid in {backend_name}, or its array has no such method")
+
     def array(x: np.ndarray) -> object:
         return lift(backend_name, x)
 

@@ -75,6 +75,51 @@ def test_a_negative_number_is_no_scale_of_a_reversal(gt, scale):
     gt.scale_gradient(at(gt)[0], scale)
 
 
+BOUNDS = ("max_norm", "max_value")
+Z = np.array([3.0 + 4.0j, 0.1])
+
+
+def clipped(gt, bound):
+    """Return the gradient of sum |x|^2, clipped, as a function of x and the bound."""
+    square = lambda x: (gt.xp.abs(x) ** 2).sum()
+    loss = lambda x, s: square(gt.clip_gradient(x, **{bound: s}))
+    return gt.grad(loss)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    "number", [-1, -0.5, np.float32(-1), np.int64(-2), np.array(-1.0), float("-inf")]
+)
+def test_a_negative_number_is_no_bound_of_a_clip(gt, bound, number):
+    with pytest.raises(GradtoolsError, match=rf"{bound} is -.*it must not be negative"):
+        clipped(gt, bound)(at(gt)[0], number)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_negative_array_on_the_host_is_no_bound_of_a_clip(gt, bound):
+    for number in (np.array(-1.0), np.array(-1), np.array(-1, np.float32)):
+        with pytest.raises(GradtoolsError, match=rf"{bound} is -1.*it must not be negative"):
+            clipped(gt, bound)(at(gt)[0], gt.asarray(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x", [np.array([3.0, 4.0]), Z], ids=["real", "complex"])
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("way", ["vmap", "compile"])
+def test_a_traced_negative_bound_gives_nan(gt, way, bound, x):
+    g, x = clipped(gt, bound), gt.asarray(x)
+    at_bound = {
+        "vmap": lambda s: gt.vmap(lambda s: g(x, s))(s[None])[0],
+        "compile": gt.compile(lambda s: g(x, s)),
+    }[way]
+    for number in (-1.0, -1e-3, 0.0, 1.0):
+        found = at_bound(gt.asarray(np.array(number)))
+        if number < 0:
+            assert np.isnan(gt.to_numpy(found)).all()
+        else:
+            np.testing.assert_allclose(gt.to_numpy(found), gt.to_numpy(g(x, number)), rtol=1e-12)
+
+
 def test_a_zero_and_an_array_of_any_sign_are(gt):
     x, s = at(gt)
     for scale, factor in ((0, 0.0), (-0.0, 0.0), (-s, 0.5), (2**70, -(2.0**70))):

@@ -1,4 +1,4 @@
-"""`check_rule`: checks each part of a custom rule, then the function that the rule defines.
+"""`check_rule`: checks fwd, bwd and jvp of a custom rule, then the differentiable function.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
 x -> bwd(r(x), v) is the gradient of Re<v, f>. Second derivatives differentiate this function
@@ -51,16 +51,17 @@ def check_rule(
     *,
     seed: int = 0,
 ) -> Report:
-    """Checks a custom rule: its parts, then the function that the rule defines.
+    """Checks fwd, bwd and jvp of a custom rule, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    from an earlier call or draws random numbers is rejected. The values of fwd and jvp are compared
-    with fun's. `check_derivatives` then checks the function: bwd and jvp against slopes of fun and
-    against each other; the linearity of bwd in the cotangent and of jvp in the tangent; and every
-    mode that follows from bwd and jvp. For order 2, the derivative of each residual is compared
-    with slopes of the residual, and the error names a residual whose derivative is lost (detached,
-    or computed outside the framework). Finally, a batch of three examples under vmap is compared
-    with the single examples.
+    from an earlier call or draws random numbers is rejected. The outputs of fwd and jvp are
+    compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp are
+    compared with finite differences of fun and with each other, bwd must be linear in the
+    cotangent, jvp must be linear in the tangent, and every mode that is derived from bwd and jvp is
+    checked. For order 2, the derivative of each residual is compared with finite differences of the
+    residual, and the error names a residual whose derivative is lost (detached, or computed outside
+    the framework). Finally, a batch of three examples under vmap is compared with the single
+    examples.
 
     Args:
         rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
@@ -74,8 +75,10 @@ def check_rule(
         A `Report`, as in `check_derivatives`.
 
     Raises:
-        AgreementError: The rule is wrong. The error names the part, the argument or the residual.
-        GradtoolsError: `rule` is not a custom rule, or `check_derivatives` raises this error.
+        AgreementError: An output or a derivative of the rule is wrong. The error names the function
+            (fwd, bwd or jvp) and the argument or the residual.
+        GradtoolsError: `rule` is not a custom rule, or `check_derivatives` would raise this error
+            for the same arguments.
         Exception: An error of one of the rule's functions, with a note that names the function.
 
     Example:
@@ -101,7 +104,7 @@ def check_rule(
 
 
 class RuleCheck(DerivativeCheck):
-    """Compares the parts of one rule at one point and collects the results in `report`."""
+    """Checks fwd, bwd and jvp of one rule at one point and collects the results in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
@@ -198,7 +201,7 @@ class RuleCheck(DerivativeCheck):
                         cause or f"{part} computes a different function than fun"
                     )
                 self.report.comparisons.append(record)
-        for n, c in enumerate(self.report.comparisons):  # add advice on the function to correct
+        for n, c in enumerate(self.report.comparisons):  # add advice on how to correct bwd or jvp
             if not c.agrees and c.quantity.endswith("| finite differences"):
                 look = f"Check the cotangent that bwd returns for {c.path}; None means zero."
                 if c.quantity.startswith("jvp"):
@@ -211,9 +214,9 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Calls a part of the rule and raises if the call changes arrays in the given trees.
+        """Calls fwd, bwd or jvp; raises an error if the call changes an array in `trees`.
 
-        A framework shares the arrays with other operations, and calls fwd and bwd at any time.
+        In-place changes are errors because the framework shares these arrays with other operations.
         """
         before = {name: self._copied(tree) for name, tree in trees.items()}
         result = run()
@@ -227,13 +230,13 @@ class RuleCheck(DerivativeCheck):
         return result
 
     def _same(self, what: str, first: Any, again: Any, why: str) -> None:
-        """Raises if two calls of a part return different results."""
+        """Raises an error if two calls of bwd or jvp return different results."""
         if path := _changed(self._copied(first), self._copied(again)):
             path = path.replace("[", " ").replace("]", "") if "array" in what else path
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
 
     def _copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """Returns each leaf's path and a NumPy copy of the leaf; None if the leaf is no array."""
+        """Returns the path and a NumPy copy of each leaf; the copy of a non-array is None."""
         waist, copy = self.probe.waist, self.probe.gt.to_numpy
         arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
         return list(zip(waist.leaf_paths(tree), arrays, strict=True))
@@ -268,7 +271,7 @@ class RuleCheck(DerivativeCheck):
     # --- the rule as users call it
 
     def whole(self, order: int) -> None:
-        """Checks the modes that follow from the rule's parts, at first and second order."""
+        """Checks the modes that are derived from fwd, bwd and jvp, at first and second order."""
         self.modes, self.labels, done = None, {}, len(self.own) == 2
         if not done:
             self.present = {}
@@ -324,7 +327,7 @@ class RuleCheck(DerivativeCheck):
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
-    """Returns the path of the first changed array (" " if it has no path), or ""."""
+    """Returns the path of the first array that differs (" " if it is empty), or "" if none does."""
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return path or " "

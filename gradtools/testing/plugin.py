@@ -30,7 +30,7 @@ BACKENDS = ("torch", "jax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options."""
+    """Adds the command-line options."""
     group = parser.getgroup("gradtools")
     group.addoption(
         "--gradtools-checked",

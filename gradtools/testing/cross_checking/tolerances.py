@@ -4,10 +4,10 @@ The error of an array is relative to its own largest entry,
 
     error = max |a - b| / max(|a|, |b|)
 
-and an array agrees when its error is at most `tolerance(dtype, order)`. No tolerance grows with the
+and an array agrees if its error is at most `tolerance(dtype, order)`. No tolerance grows with the
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order 0
-is a value, order 1 a gradient, a vjp or a jvp, and order 2 a Hessian product. Finite differences
-have a separate column, because extrapolation keeps about half of the digits.
+is used for values, order 1 for gradients, vjps and jvps, and order 2 for Hessian products. Finite
+differences have a separate column, because extrapolation keeps about half of the digits.
 
 The table does not depend on the device: `precision.py` turns TF32 and bfloat16 matrix products off
 during a comparison.
@@ -65,7 +65,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
 
 
 def epsilon(dtype: Any) -> float:
-    """Returns the machine epsilon of a dtype; 0.0 for integers and booleans."""
+    """Returns the machine epsilon of a dtype, which is 0.0 for integers and booleans."""
     return EPSILONS.get(real_name(dtype), 0.0)
 
 

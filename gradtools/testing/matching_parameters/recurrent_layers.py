@@ -25,7 +25,7 @@ def leaf_of_cell(name: str) -> tuple[str, str] | None:
 
 
 def gate_of(name: Any = "") -> str | None:
-    """Returns the side and the gate in a flax name: "hf", or "h" for all gates."""
+    """Returns the side (input or hidden) and gate in a flax name: "hf", or "h" for all gates."""
     found = re.fullmatch(r"(?:dense_)?([ih][ifgorzn]?)_?", str(name))
     return found and found[1]
 
@@ -59,6 +59,6 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
             add("bias_hh", path, (sums, rows))
         elif leaf == "bias" and not has_both:
             add("bias_ih", path, part, min(part[1], sums))
-        else:  # equinox has PyTorch's names
+        else:  # equinox uses PyTorch's names
             add(f"bias_{gate[0]}h" if has_both else leaf, path, part)
     return pairs

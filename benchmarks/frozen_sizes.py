@@ -1,10 +1,10 @@
 """Measures the time of `frozen` in PyTorch for networks G of different sizes.
 
-Each use has a Python overhead, and forward mode adds an overhead for each layer. The table
-therefore contains the time relative to double backward and the time of one forward pass, for
-networks from tiny to large, and also the time of hand-written forward over reverse. dg/dy is the
-same as in frozen.py. With --quick, the program measures one network in few rounds and writes
-nothing.
+Each evaluation of G has a Python overhead, and forward mode adds an overhead for each layer. The
+table therefore contains the time relative to double backward and the time of one forward pass, for
+networks from tiny to large, and also the time of hand-written forward over reverse. The derivative
+dg/dy is the same as in frozen.py. With --quick, the program measures one network in few rounds and
+writes nothing.
 """
 
 from __future__ import annotations

@@ -83,11 +83,11 @@ REASONS = {
 
 
 class _StandIn:
-    """Replaces `custom_jvp` or `custom_vjp`, with one rule per set of arguments with arrays.
+    """Replaces `custom_jvp` or `custom_vjp`; each set of traced arguments gets its own rule.
 
     Attributes:
         fun: The function.
-        names: The parameter names of `fun` if it has nondiff arguments, else empty.
+        names: The parameter names of `fun`, or [] if it has no nondiff arguments.
         apart: The positions in `nondiff_argnums`.
         given: The user's rule as (functions, options), or None before the rule is defined.
     """

@@ -38,18 +38,19 @@ FLOORS = {  # additional work of gradtools, by the beginning of a row
     "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
     "tensors; an alias of each gradient, which is differentiable again; and, for "
     "`assign_gradients`, checks and a copy of each gradient",
-    "the same by `make_functional`": "a copy of each module, an alias of each parameter, and a "
-    "traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly as "
-    "much",
+    "`make_functional`, MLP of 400 tensors": "a copy of each module, an alias of each parameter, "
+    "and a traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly "
+    "as much",
     "`minimax": "the same as `value_and_grad(module)` for both players; buffers are saved",
     "microbatched": "the same as `value_and_grad(module)` for each chunk; sums outside of `.grad`, "
     "and their mean, which are new tensors",
     "`GradientAccumulator`": "the same as with `make_functional` for each chunk; sums outside of "
     "`.grad`, and their mean, which are new tensors",
+    "`chunked`, MLP of 64, 16 chunks": "the same as for 256 chunks, and work that is done once for "
+    "all chunks",
     "`chunked`": "the first pass records the graph of each chunk to find its leaves (the "
     "hand-written code runs under `no_grad`); random generators, buffers and modes are saved and "
     "restored",
-    "the same, 16 chunks": "the same, and work that is done once for all chunks",
     "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule for "
     "both modes and all orders runs in Python",
     "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "

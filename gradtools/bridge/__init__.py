@@ -49,8 +49,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         out: The specification of the result: a pytree of `ArraySpec(shape, dtype)`, or a function
             that returns such a pytree for f's arguments with arrays replaced by ArraySpecs. A
             traced program requires `out` if the result's shape cannot be inferred with fake
-            tensors, for example because the shape depends on values. For a module, the specification of the
-            pair `(output, state)`.
+            tensors, for example because the shape depends on values. For a module, `out` specifies
+            the pair `(output, state)`.
         train: Whether a module runs in train mode. If None, the module keeps its current mode.
 
     Returns:

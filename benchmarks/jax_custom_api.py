@@ -83,7 +83,7 @@ REASONS = {
 
 
 class _StandIn:
-    """Replaces `custom_jvp` or `custom_vjp`; each set of traced arguments gets its own rule.
+    """Replaces `custom_jvp` or `custom_vjp`; defines one rule per set of nondiff array arguments.
 
     Attributes:
         fun: The function.

@@ -20,7 +20,7 @@ GAMMA, POINTS = 0.1, 24
 
 
 def soft_dtw(gt):
-    """Returns a twice differentiable function: the soft minimum of the costs of all paths."""
+    """Returns the soft minimum of the costs of all paths as a twice differentiable function."""
     torch_extension("soft_dtw")
     import torch
 

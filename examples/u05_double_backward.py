@@ -128,7 +128,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """Differentiates a plain autograd.Function of sinh twice; it saves intermediates."""
+    """Differentiates a plain autograd.Function of sinh, which saves intermediates, twice."""
     import torch
 
     class Sinh(torch.autograd.Function):

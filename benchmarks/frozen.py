@@ -383,7 +383,7 @@ class Cell:
         over_uses: Whether the cell belongs to the table over the number of z_i.
         peaks: Peak bytes.
         passes: The work, in forward passes for each use.
-        times: Times relative to double backward; empty if they were not measured.
+        times: Times relative to double backward, or {} if the times were not measured.
     """
 
     framework: str

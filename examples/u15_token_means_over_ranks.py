@@ -56,7 +56,7 @@ def in_process(rank, folder):
     x, there = batch()
     mine = gt.asarray(x[rank]), gt.asarray(there[rank])
     found = of_one_rank(gt, *mine, {"group": dist.group.WORLD})
-    dist.barrier()  # waits until both ranks have sent
+    dist.barrier()  # waits until both ranks have finished
     dist.destroy_process_group()
     return np.stack([gt.to_numpy(g) for g in found])
 

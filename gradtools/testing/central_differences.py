@@ -56,7 +56,7 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares along one random direction in all arrays, or in the array with index `only`."""
+        """Compares derivatives along a random tangent of all arrays, or of array number `only`."""
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]
@@ -91,7 +91,7 @@ class DerivativeComparison:
         """Draws random tangents, scaled by the magnitude of each entry of xs.
 
         The scale of an entry is at least the median magnitude or 1, whichever is smaller, and at
-        most 100. It is larger than 100 if a smaller perturbation would be lost to rounding.
+        most 100. The scale is larger than 100 if a smaller perturbation would be lost to rounding.
         """
         made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:

@@ -116,13 +116,13 @@ class CheckedProgram:
     Attributes:
         half: The framework's `checked_mode` module.
         run: A function that returns f's outputs at the given arrays, without gradient edits.
-        at: A context manager in which f runs; yields f's array arguments at a point.
+        at: A context manager that yields f's array arguments at a given point; f runs inside of it.
         eps: The largest machine epsilon of the dtypes that f uses.
         unseen: The number of operations in which f may stop gradients without being detected.
         notes: Notes for the report.
-        hooks: Dictionary whose keys describe the gradient hooks that f registers.
-        values: The values whose gradient f stops; `recorded` contains these values from the first
-            run.
+        hooks: A dictionary whose keys describe the gradient hooks that f registers.
+        values: The values whose gradients f stops in a run; `recorded` contains the values of the
+            first run.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
     """
@@ -212,7 +212,7 @@ class CheckedProgram:
             except Exception:  # f has no derivative of this kind to report
                 continue
             for name, line in found[k : k + 1]:
-                texts.append(f"The {word}derivative of {name}{line} is the first that is wrong.")
+                texts.append(f"The {word}derivative of {name}{line} is the first wrong derivative.")
                 if not name.startswith(UNNAMED):
                     return " ".join([texts[-1], *self.hooks])
         return " ".join([*texts[:1], *self.hooks])
@@ -240,7 +240,7 @@ def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
 
 
 class _CheckedMembers:
-    """Replacements for the differentiating methods of one backend."""
+    """Replacements for the methods of one backend that compute derivatives."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend

@@ -166,7 +166,7 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
-    """Names a factor: a size, its square root, n / (n - 1), 2, or the imaginary unit.
+    """Explains a factor: a size, the square root of a size, n / (n - 1), 2, or i.
 
     Args:
         ratio: The factor.
@@ -221,7 +221,7 @@ class Expression(NamedTuple):
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
         letters: The letters that are printed for the operands x and y, in order.
-        c: The constant, rounded to 7 digits; 0 if there is none.
+        c: The constant, rounded to 7 digits, or 0 if the formula has no constant.
     """
 
     function: str

@@ -40,7 +40,7 @@ class Comparison:
             above 1. The error is inf if it cannot be measured (NaN in only one array, different
             shapes or dtypes).
         tolerance: The allowed relative error.
-        place: The index of the worst entry, () for a scalar, None if no entries were compared.
+        place: The index of the worst entry, () for a scalar, or None if no entries were compared.
         first: The first array's value at `place`, or a text such as "float32" or "not connected".
         second: The second array's value at `place`, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Number | None:
-        """The ratio first / second at the worst entry; None if the ratio is undefined."""
+        """The ratio first / second at the worst entry, or None if it is undefined."""
         words = isinstance(self.first, str) or isinstance(self.second, str)
         if words or self.first is None or not self.second:
             return None

@@ -105,7 +105,7 @@ def check_derivatives(
             and leaf, the mode, the index, and both values.
         GradtoolsError: There is nothing to check, f supports none of the modes, f is not
             deterministic, or the arguments are not as described above.
-        Exception: An error of f itself, with a note that names f.
+        Exception: Any error that f raises, with a note that names f.
 
     Example:
         >>> import numpy as np

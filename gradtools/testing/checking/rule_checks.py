@@ -72,14 +72,15 @@ def check_rule(
         seed: The seed of the random directions.
 
     Returns:
-        A `Report`, as in `check_derivatives`.
+        A `Report` with one record for each comparison, as in `check_derivatives`.
 
     Raises:
         AgreementError: An output or a derivative of the rule is wrong. The error names the function
             (fwd, bwd or jvp) and the argument or the residual.
         GradtoolsError: `rule` is not a custom rule, or `check_derivatives` would raise this error
             for the same arguments.
-        Exception: An error of one of the rule's functions, with a note that names the function.
+        Exception: Any error that a function of the rule raises, with a note that names the
+            function.
 
     Example:
         >>> import numpy as np

@@ -26,8 +26,8 @@ class Slope(NamedTuple):
     """An estimate of f'(0).
 
     Attributes:
-        value: The slope of each entry; NaN if no step gave a slope.
-        error: A bound on the error from step sizes and rounding; inf if there is no slope.
+        value: The slope of each entry, or NaN if no step size gives a slope.
+        error: A bound on the error from step sizes and rounding, or inf if there is no slope.
         at: The value f(0); a slope exists only where f(0) is finite.
     """
 

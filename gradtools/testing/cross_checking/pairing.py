@@ -24,7 +24,8 @@ class Pairing:
     """Maps each JAX parameter to the corresponding PyTorch parameter.
 
     Attributes:
-        paths: The names of JAX's parameters, in order; empty if nothing is paired.
+        paths: The names of JAX's parameters, in order. The list is empty if no parameters are
+            paired.
         names: The names of PyTorch's parameters, in order.
         pairs: For each JAX parameter, the mapping entry that converts PyTorch's array to this
             parameter.

@@ -30,8 +30,8 @@ class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        params: The program's parameters in NumPy, by path; empty for a function.
-        constant: The paths of parameters that the other side does not have.
+        params: The program's parameters in NumPy, by path. A function has no parameters.
+        constant: The paths of parameters that the other program does not have.
     """
 
     def __init__(self, caller: str, name: str, subject: Any, dtype: str | None = None) -> None:

@@ -41,7 +41,8 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         order: The number of derivatives that were taken: 0, 1 or 2.
 
     Returns:
-        The relative error, a Python float; 0.0 for integers and booleans, which must be equal.
+        The relative error as a Python float. Integers and booleans must be equal, so their
+        tolerance is 0.0.
 
     Raises:
         GradtoolsError: The tolerance table has no row for the dtype or no column for the order.

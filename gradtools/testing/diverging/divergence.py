@@ -37,7 +37,7 @@ class Divergence(Report):
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients differ, "parameter"
             if a parameter of the port differs from PyTorch's, "not finite" if an output has no
             finite entry on either side.
-        torch: The operation in PyTorch at which the programs diverge; None if the programs agree.
+        torch: The operation in PyTorch at which the programs diverge, or None if they agree.
         jax: The operation in JAX at which the programs diverge.
         last_torch: The last common value from which both operations are computed, in PyTorch.
         last_jax: The last common value in JAX.

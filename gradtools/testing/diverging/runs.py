@@ -37,7 +37,7 @@ class Place:
             parameter.
         lines: The source lines of the user's call chain, innermost first; each line has the
             attributes `file`, `line`, `function` and `text`.
-        layer: The path of the module that ran; empty if unknown.
+        layer: The path of the module that ran, or "" if it is unknown.
         iteration: The iteration indices of the enclosing loops, outermost first.
     """
 
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def line(self) -> Source | None:
-        """The innermost line of the user's code; None for an operation inside a library."""
+        """The innermost line of the user's code, or None if there is no such line."""
         return self.lines[0] if self.lines else None
 
     def __str__(self) -> str:
@@ -69,11 +69,12 @@ class Step:
         place: The operation that returned the value.
         value: The value as a NumPy array; 16-bit floating dtypes are widened.
         parents: The steps of the operation's operands.
-        children: The steps that use the value.
+        children: The steps of the operations that take the value as an operand.
         leaf: The name of an argument or parameter, "captured" for a captured array, or ""
             otherwise.
         tracked: Whether the cotangent of the value is recorded.
-        cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
+        cotangent: The gradient of Re<c, outputs> at the value, or None if it is zero or not
+            tracked.
         number: The index of the step in the run.
         accuracy: The relative error that rounding may cause, given the coarsest dtype of the value
             and its ancestors.

@@ -66,7 +66,7 @@ def custom_ops():
         op = torch.library.custom_op(f"gradtools_examples::{name}", of, mutates_args=())
         op.register_fake(lambda x: x.new_empty(shape(x)))
         op.register_vmap(lambda info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0))
-        return lambda x: op(x)  # op itself has no argument names
+        return lambda x: op(x)  # the parameters of op have no names
 
     def value(x: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(x, -1)

@@ -1,7 +1,7 @@
 """Context manager that computes float32 matrix products in full precision.
 
-Accelerators multiply float32 matrices in reduced precision if settings allow this: float32 has 24
-significand bits, TF32 has 11 and bfloat16 has 8. With reduced precision, correct float32
+Depending on the settings, accelerators multiply float32 matrices in TF32 or bfloat16: float32 has
+24 significand bits, TF32 has 11 and bfloat16 has 8. With reduced precision, correct float32
 derivatives differ between the frameworks, so the checks run at the highest precision and restore
 the settings afterwards.
 """

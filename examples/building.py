@@ -76,7 +76,7 @@ def _cached(source, tools, build):
 
 
 def _cache():
-    """Returns a folder to which only this user can write."""
+    """Returns a folder to which only the current user can write."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradtools-examples"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder

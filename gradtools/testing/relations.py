@@ -56,7 +56,7 @@ def related(
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error up to which arrays count as equal.
-        sizes: Lengths that occur in the program by name, which explain a factor.
+        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
         single: Whether to report a factor without an explanation if all entries of an array are
             equal.
     """
@@ -248,7 +248,7 @@ def expression_cause(
         first: For each value that PyTorch's line computes, the expressions that equal the value.
         second: For each value that JAX's line computes, the expressions that equal the value.
         direct: The letters of the operands of both lines.
-        sizes: Lengths that occur in the program by name, which explain a factor.
+        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))
     forms = [sorted((e.function, e.letters) for e in side) for side in (ours, theirs)]

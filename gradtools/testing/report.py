@@ -1,7 +1,7 @@
 """Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` contains the report. This module is framework-neutral.
+prints a table, and an `AgreementError` contains the report. This module does not depend on a framework.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def compare_arrays(
     """Compares two arrays.
 
     Args:
-        quantity: As in `Comparison`.
-        path: As in `Comparison`.
+        quantity: The kind of the arrays, as in `Comparison`.
+        path: The path of the leaf, as in `Comparison`.
         order: The order of the derivative, which selects the tolerance.
         first: A NumPy array or number.
         second: The NumPy array or number that is compared with `first`.

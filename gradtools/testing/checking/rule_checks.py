@@ -66,8 +66,8 @@ def check_rule(
     Args:
         rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
             functions with a native rule of PyTorch or JAX.)
-        args: As in `check_derivatives`.
-        backend: As in `check_derivatives`.
+        args: The arguments of the rule, as in `check_derivatives`.
+        backend: The backend, as in `check_derivatives`.
         order: 1 or 2.
         seed: The seed of the random directions.
 
@@ -328,7 +328,10 @@ class RuleCheck(DerivativeCheck):
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
-    """Returns the path of the first array that differs (" " if it is empty), or "" if none does."""
+    """Returns the path of the first array that differs, or "" if no array differs.
+
+    An empty path is returned as " ".
+    """
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return path or " "

@@ -235,11 +235,11 @@ class Causes:
         """Describes the relation of the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
-            words = "A reduction, keepdims, or broadcasting (n, 1) against (n,) on one side only."
+            words = "One side reduces, uses keepdims, or broadcasts (n, 1) against (n,)."
             return related(a, b, near=near) or Relation("another shape", words)
         for x, y, mine, other in ((a, b, *self.names), (b, a, *self.names[::-1])):
             if (np.isnan(x) & ~np.isnan(y)).any():
-                why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
+                why = "Check for a root or logarithm of a negative number, or for nan_to_num."
                 if c.order and self.values_agree:
                     why = "The value is finite: 0 times infinity in a branch that `where` discards."
                 return Relation(f"NaN in {mine}", why)

@@ -100,7 +100,7 @@ def crossed(
     wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
     with in_double_precision(wide):
         sides = first, Side(caller, "jax", jax, dtype)
-        partial = caller == "first_divergence"  # it reports missing parameters itself
+        partial = caller == "first_divergence"  # first_divergence reports missing parameters
         pairing = pair_parameters(caller, *sides, mapping, partial)
         yield CrossCheck(caller, sides, inputs, pairing, seed, tolerance)
 

@@ -61,7 +61,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         return 0.0
     raise GradtoolsError(
         f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
-        "and the corresponding complex dtypes. Pass a tolerance of your own."
+        "and the corresponding complex dtypes. Pass a tolerance explicitly."
     )
 
 

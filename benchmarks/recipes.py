@@ -276,8 +276,8 @@ def main() -> None:
         f"# Memory of the recipes, {datetime.date.today()}, {frameworks}",
         "",
         "The memory is the peak memory of the process during a step (value and gradient in float32 "
-        "on one thread) minus the memory before it. Time is processor time relative to the first "
-        "method.",
+        "on one thread) minus the memory before the step. Time is processor time relative to the "
+        "first method.",
     ]
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

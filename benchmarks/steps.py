@@ -62,7 +62,7 @@ FLOORS = {  # additional work of gradtools, by the beginning of a row
     "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
     "8 Hessian products": "one more backward pass, which transposes the gradient",
     "`hvp` of a module": "the same as `value_and_grad(module)`",
-    "a Gauss-Newton": "f is evaluated for each of the two maps",
+    "a Gauss-Newton": "f is evaluated for each of the two linear maps",
     "`mixed_partial`": "a dual number has one tangent, so G runs with a tangent (2 passes of work) "
     "for each of 4 directions, from the same random state; no graph of G is kept",
     "forward Jacobian": "arguments and outputs are checked",

@@ -1,7 +1,8 @@
 """Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` contains the report. This module does not depend on a framework.
+prints a table, and an `AgreementError` contains the report. This module does
+not depend on a framework.
 """
 
 from __future__ import annotations

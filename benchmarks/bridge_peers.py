@@ -1,9 +1,9 @@
 """Compares the bridge with jax2torch and torch2jax on one function, under many transforms.
 
-Needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is left out. A
-cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of the error if
-an error was raised. torch2jax translates PyTorch's operations to JAX; the other packages call the
-other framework.
+The program needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is
+left out. A cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of
+the error if an error was raised. torch2jax translates PyTorch's operations to JAX; the other
+packages call the other framework.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def with_checkpoints(net: Any, x: torch.Tensor) -> None:
 
 
 def two_passes(net: Any, x: torch.Tensor) -> None:
-    """Encodes without a graph, then recomputes and differentiates each chunk."""
+    """Encodes the batch without a graph, then recomputes and differentiates each chunk."""
     chunks, outs, states = x.split(CHUNK), [], []
     with torch.no_grad():
         for chunk in chunks:

@@ -105,7 +105,7 @@ class Decoder(torch.nn.Module):
         self.image = torch.nn.Conv2d(CHANNELS, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Returns images with one channel."""
+        """Returns the decoded images, which have one channel."""
         x = torch.tanh(self.dense(z)).reshape(-1, CHANNELS, SIDE, SIDE)
         for layer in self.layers:
             x = torch.tanh(layer(x))

@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self.image = nn.Conv2d(channels, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Returns images with one channel."""
+        """Returns the decoded images, which have one channel."""
         x = torch.tanh(self.dense(z)).reshape(self.shape)
         for layer in self.layers:
             x = torch.tanh(layer(x))

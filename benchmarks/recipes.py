@@ -179,13 +179,16 @@ def sizes(code: str) -> str:
 
 
 def kilobytes(field: str) -> int:
-    """Reads a figure of this process: VmRSS is the current memory, VmHWM the peak since a reset."""
+    """Reads a memory figure of this process.
+
+    VmRSS is the current memory, and VmHWM is the peak memory since a reset.
+    """
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1])
 
 
 def arrays(result: Any) -> Iterator[Any]:
-    """Yields the arrays in containers."""
+    """Yields all arrays in nested containers."""
     if isinstance(result, dict | list | tuple):
         for x in result.values() if isinstance(result, dict) else result:
             yield from arrays(x)

@@ -33,7 +33,7 @@ from steps_rows import RUNS, Row, Run, seconds
 
 _BIND = Primitive.bind.__code__  # functions by which JAX traces or runs an operation
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
-FLOORS = {  # additional work of gradtools, by the beginning of a row
+FLOORS = {  # the additional work of gradtools, keyed by the beginning of the row's name
     "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "
     "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
     "tensors; an alias of each gradient, which is differentiable again; and, for "

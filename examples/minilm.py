@@ -50,7 +50,7 @@ def torch_encoder():
 
 
 def flax_encoder():
-    """Returns the same network as a flax module, called as `module(ids, mask, train)`."""
+    """Returns the encoder as a flax module, which is called as `module(ids, mask, train)`."""
     import jax.numpy as jnp
     from flax import linen as nn
 

@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Compares chunks of 4 with the full batch, without dropout and in float64."""
+    """Compares gradients in chunks of 4 with the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(
@@ -186,7 +186,7 @@ class _Torch:
 
 
 class _Jax:
-    """Trains the same network in flax with optax; a step is one compiled program."""
+    """Trains the flax module with optax; each step is one compiled program."""
 
     def __init__(self, gt):
         import jax

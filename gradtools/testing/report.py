@@ -118,7 +118,7 @@ def compare_arrays(
         second: The NumPy array or number that is compared with `first`.
         tolerance: The relative tolerance. By default, it is selected by dtype and `order`.
         noise: Absolute differences up to this size count as rounding of larger numbers that
-            cancel. 0 by default.
+            cancel. By default, `noise` is 0.
 
     Returns:
         A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without a finite

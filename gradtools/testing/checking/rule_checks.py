@@ -225,8 +225,8 @@ class RuleCheck(DerivativeCheck):
             if path := _changed(before[name], self._copied(tree)):
                 own = path.removeprefix("[").replace("]", "", 1) if "arg" in name else path
                 raise GradtoolsError(
-                    f"{CALLER}: {part} writes {name}{own.strip()} in place, but other "
-                    "operations share this array. Make a new array (2 * x, not x.mul_(2)) or copy."
+                    f"{CALLER}: {part} writes {name}{own.strip()} in place, but other operations "
+                    "share this array. Make a new array (2 * x, not x.mul_(2)) or a copy."
                 )
         return result
 

@@ -47,7 +47,7 @@ class Side(FlatFunction):
         self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
-        """Converts x to the framework, on the device of the program's parameters."""
+        """Converts x to an array of the framework, on the device of the program's parameters."""
         x = np.asarray(x)
         if self.name == "jax":
             return self.gt.asarray(x.astype(narrowed(x.dtype.name)))

@@ -87,7 +87,7 @@ def first_divergence(
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).
-            Alternatively a function, or the triple `(apply, params, state)` of `make_functional`.
+            A function or the triple `(apply, params, state)` of `make_functional` is also accepted.
         jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
             `jax.vmap` of an equinox module, the triple of `make_functional`, or a function of JAX
             arrays.

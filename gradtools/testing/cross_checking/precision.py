@@ -73,7 +73,7 @@ def settings_of_torch() -> dict[str, Setting]:
 
 
 def _attribute(holder: Any, name: str) -> Setting:
-    """Returns the getter and setter of a property, also after `disable_global_flags`.
+    """Returns the getter and setter of a property, also if an assignment to it raises an error.
 
     `torch.testing._internal` calls `torch.backends.disable_global_flags`, after which an assignment
     to the property raises an error.

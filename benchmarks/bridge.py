@@ -1,8 +1,8 @@
 """Measures the overhead of the bridge over DLPack conversion and over `jax.pure_callback`.
 
 The variants of a row run in turn. The table contains the minimum processor time of each variant,
-and the ratio to the first variant. Processor time includes the threads that run callbacks. The
-minimum is least affected by other processes.
+and the ratio to the first variant. Processor time includes the threads that run callbacks. Other
+processes affect a minimum less than a median.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compares the bridge with jax2torch and torch2jax on one function, in many transforms.
+"""Compares the bridge with jax2torch and torch2jax on one function, under many transforms.
 
-Needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is left out. A
-cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of the error if
-an error was raised. torch2jax translates PyTorch's operations to JAX; the other packages call the
-other framework.
+The program needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is
+left out. A cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of
+the error if an error was raised. torch2jax translates PyTorch's operations to JAX; the other
+packages call the other framework.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ TORCH_IN_JAX: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def verdict(run: Callable[..., Any], native: Callable[..., Any], x: Any) -> str:
-    """Tests one package in one transform and returns the text of the table cell."""
+    """Tests one package under one transform and returns the text of the table cell."""
     expected = np.asarray(native(x))
     try:
         found = np.asarray(run(x))

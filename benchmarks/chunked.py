@@ -1,8 +1,9 @@
 """Compares `chunked` with other implementations of a contrastive step: work, peak bytes, time.
 
-The encoder has four transformer layers with dropout; half of the batch are queries, half are
-documents. For PyTorch, bytes are the peak of live storages, including gradients; for JAX, bytes are
-the temporaries of the compiled program. Operations in loops are multiplied by the trip count.
+The encoder has four transformer layers with dropout; half of the batch are queries, and the other
+half are documents. For PyTorch, bytes are the peak of live storages, including gradients; for JAX,
+bytes are the temporaries of the compiled program. Operations in loops are multiplied by the trip
+count.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def with_checkpoints(net: Any, x: torch.Tensor) -> None:
 
 
 def two_passes(net: Any, x: torch.Tensor) -> None:
-    """Encodes without a graph, then recomputes and differentiates each chunk."""
+    """Encodes the batch without a graph, then recomputes and differentiates each chunk."""
     chunks, outs, states = x.split(CHUNK), [], []
     with torch.no_grad():
         for chunk in chunks:
@@ -330,7 +331,7 @@ def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of matrix products like PyTorch's counter; loop bodies count once per trip."""
+    """Counts flops of matrix products as PyTorch does; loop bodies count once per iteration."""
     total = 0
     for eqn in jaxpr.eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -362,7 +363,7 @@ def timed(ways: dict[str, Way], base: str) -> Measured:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Returns CPU seconds of this process, which other processes affect little."""
+    """Returns the CPU seconds of this process during a run."""
     start = time.process_time()
     run()
     return time.process_time() - start

@@ -199,10 +199,10 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         + ", ".join(versions),
         "",
         f"The function is a layer tanh(x w) with {ROWS} rows and width {WIDTH}, in float32 on "
-        f"{where}. Flops and peak bytes are counted for PyTorch's operations and by XLA's "
-        f"analysis; JAX runs under jit. Times are medians over {ROUNDS} rounds, each of which runs "
-        "each method once, and ratios are computed within a round. The column *peers* shows "
-        "flops, peak bytes and the time relative to hand-written code.",
+        f"{where}. Flops and peak bytes are counted for each operation in PyTorch, and are taken "
+        f"from XLA's analysis in JAX; JAX runs under jit. Times are medians over {ROUNDS} rounds, "
+        "each of which runs each method once, and ratios are computed within a round. The column "
+        "*peers* shows flops, peak bytes and the time relative to hand-written code.",
         "",
         *table([*heads, "time relative to hand-written", "peers"]),
         *(line for rows in found for line in lines(rows)),

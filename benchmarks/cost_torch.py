@@ -50,7 +50,7 @@ class Point:
         return (self.layer(w, x) ** 2).sum()
 
     def of_w(self, edit: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns the loss as a function of w, with an edit after the layer."""
+        """Returns the loss as a function of w, with a gradient edit after the layer."""
         return lambda w: (edit(self.layer(w, self.x)) ** 2).sum()
 
 

@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns the cells for PyTorch and for JAX, each from the only row with these words."""
+    """Returns the cells for PyTorch and for JAX, each from the only row with these cells."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)

@@ -105,7 +105,7 @@ class Decoder(torch.nn.Module):
         self.image = torch.nn.Conv2d(CHANNELS, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Returns images with one channel."""
+        """Returns the decoded images, which have one channel."""
         x = torch.tanh(self.dense(z)).reshape(-1, CHANNELS, SIDE, SIDE)
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -318,7 +318,7 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of products and convolutions like PyTorch; loop bodies count once per trip."""
+    """Counts flops of products and convolutions as PyTorch does, in loops per iteration."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -369,7 +369,7 @@ def ratios(ways: Ways) -> dict[str, float]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Returns CPU seconds of this process, which other processes affect little."""
+    """Returns the CPU seconds of this process during a run."""
     start = time.process_time()
     run()
     return max(time.process_time() - start, 1e-9)
@@ -380,10 +380,10 @@ class Cell:
     """The measurements of one framework, model and size, with numbers for each method.
 
     Attributes:
-        over_uses: Whether the cell belongs to the table over the number of uses.
+        over_uses: Whether the cell belongs to the table over the number of z_i.
         peaks: Peak bytes.
         passes: The work, in forward passes for each use.
-        times: Times relative to double backward; empty if they were not measured.
+        times: Times relative to double backward, or {} if the times were not measured.
     """
 
     framework: str
@@ -397,7 +397,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Yields depth and uses of every cell, and whether the cell is in the table over the uses."""
+    """Returns depth, number of z_i, and whether a cell is in the table over the number of z_i."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 

@@ -1,10 +1,10 @@
 """Measures the time of `frozen` in PyTorch for networks G of different sizes.
 
-Each use has a Python overhead, and forward mode adds an overhead for each layer. The table
-therefore contains the time relative to double backward and the time of one forward pass, for
-networks from tiny to large, and also the time of hand-written forward over reverse. dg/dy is the
-same as in frozen.py. With --quick, the program measures one network in few rounds and writes
-nothing.
+Each evaluation of G has a Python overhead, and forward mode adds an overhead for each layer. The
+table therefore contains the time relative to double backward and the time of one forward pass, for
+networks from tiny to large, and also the time of hand-written forward over reverse. The derivative
+dg/dy is the same as in frozen.py. With --quick, the program measures one network in few rounds and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self.image = nn.Conv2d(channels, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Returns images with one channel."""
+        """Returns the decoded images, which have one channel."""
         x = torch.tanh(self.dense(z)).reshape(self.shape)
         for layer in self.layers:
             x = torch.tanh(layer(x))

@@ -1,7 +1,7 @@
 """Measures the figures of docs/grad-or-backward.md: pruning, zero gradients and races of threads.
 
-Work and steps are the same in each run. The results of races vary, so the table shows the minimum
-and the maximum of several runs.
+The counted work and the optimizer steps are the same in each run. The results of races vary, so the
+table shows the minimum and the maximum of several runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures the overhead of host functions over a Function around .numpy(), and pure_callback.
+"""Measures the overhead of host functions over autograd.Function and jax.pure_callback.
 
 The variants of a row run in turn. The table contains the minimum processor time of each variant,
-and the ratio to the first variant. Processor time includes the threads that run callbacks. The
-minimum is least affected by other processes. PyTorch's rows run before JAX is imported.
+and the ratio to the first variant. Processor time includes the threads that run callbacks. Other
+processes affect a minimum less than a median. PyTorch's rows run before JAX is imported.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ The program reads `tests/custom_api_test.py` in the checkout, runs its two class
 process, and prints the tests that pass and the reasons for failures. The replacements below adapt
 the interface:
 
-- Arguments in `nondiff_argnums` that contain arrays are passed as arguments, and the others as
-  static arguments. For a custom_vjp, tracers in these arguments raise an error, as in JAX.
+- Arguments in `nondiff_argnums` that contain arrays are passed as arguments; all other arguments in
+  `nondiff_argnums` are passed as static arguments. For a custom_vjp, tracers in these arguments
+  raise an error, as in JAX.
 - A cotangent is J^H c in gradtools and J^T c in JAX, so complex cotangents are conjugated.
 - With symbolic zeros, JAX's objects are passed to fwd, and its results are passed on unchanged.
 - If JAX's test expects an error, any `GradtoolsError` counts, whatever its message.
@@ -83,11 +84,11 @@ REASONS = {
 
 
 class _StandIn:
-    """Replaces `custom_jvp` or `custom_vjp`, with one rule per set of arguments with arrays.
+    """Replaces `custom_jvp` or `custom_vjp`; defines one rule per set of nondiff array arguments.
 
     Attributes:
         fun: The function.
-        names: The parameter names of `fun` if it has nondiff arguments, else empty.
+        names: The parameter names of `fun`, or [] if it has no nondiff arguments.
         apart: The positions in `nondiff_argnums`.
         given: The user's rule as (functions, options), or None before the rule is defined.
     """

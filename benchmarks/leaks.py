@@ -131,7 +131,7 @@ def _alive_in_jax() -> dict[str, int]:
 
 
 def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: Any = None) -> Run:
-    """Runs `calls` calls of a use, or fewer if the time limit is reached."""
+    """Calls an operator `calls` times, or fewer times if the time limit is reached."""
     run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend], part), 0
     for _ in range(FEW):
         run()
@@ -145,7 +145,7 @@ def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: 
 
 
 def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
-    """The cheapest first."""
+    """Sorts uses of operators by their time, the cheapest first."""
     spent = {}
     for use in uses:
         run = calls_of(use, gt, gt.asarray(POINT), ONCE[backend])
@@ -157,7 +157,7 @@ def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
 
 
 def kept() -> list[Run]:
-    """Returns the run with the most calls for each use; among equal runs, the last."""
+    """Returns the run with the most calls for each use of an operator (the last such run)."""
     lines = PARTS.read_text(encoding="utf-8").splitlines() if PARTS.exists() else []
     runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
     return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())
@@ -216,7 +216,7 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs the missing measurements, and writes the page."""
+    """Runs the missing measurements, and writes results/leaks.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=tuple(ONCE), default="torch")
     parser.add_argument("--calls", type=int, default=CALLS)
@@ -239,7 +239,7 @@ def main() -> None:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Measures the uses that were not yet measured with this number of calls."""
+    """Measures the uses of operators that were not yet measured with this number of calls."""
     backend, calls = options.backend, options.calls
     gt = importlib.import_module(f"gradtools.{backend}")
     if backend == "jax":
@@ -258,7 +258,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 
 def measured_already(use: Use, backend: str, calls: int, name_once: bool = False) -> bool:
-    """Returns whether this use was measured or, with name_once, a use of the same name."""
+    """Returns whether this use or, with name_once, a use of the same operator was measured."""
     full = {r.use for r in kept() if r.backend == backend and r.calls >= calls}
     alike = [u.name for u in USES if u.public == use.public] if name_once else [use.name]
     return not full.isdisjoint(alike)

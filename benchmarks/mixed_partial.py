@@ -1,7 +1,7 @@
 """Compares the memory and time of `mixed_partial` and double backward for several depths of G.
 
-Memory is the size of tensors that autograd saves in PyTorch, and the temporaries of the compiled
-program in JAX, with the layers of G in a scan.
+In PyTorch, memory is the size of the tensors that autograd saves. In JAX, memory is the size of the
+temporaries of the compiled program, with the layers of G in a scan.
 """
 
 from __future__ import annotations

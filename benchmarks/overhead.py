@@ -27,7 +27,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 class _Reverse(torch.autograd.Function):
-    """A hand-written gradient reversal that supports both modes, vmap and torch.func."""
+    """A hand-written gradient reversal with forward mode, reverse mode, vmap and torch.func."""
 
     @staticmethod
     def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Reverse(torch.autograd.Function):
 
 
 def reversal(size: int) -> Variants:
-    """Runs forward and backward of the identity, with and without reversal, in PyTorch."""
+    """Returns variants of forward and backward of the identity, with and without reversal."""
     x = torch.randn(size, size, requires_grad=True)
 
     def step(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
@@ -72,7 +72,7 @@ def reversal(size: int) -> Variants:
 
 
 def gradient(size: int) -> Variants:
-    """Computes the gradient of a small function in eager PyTorch."""
+    """Returns variants of the gradient of a small function in eager PyTorch."""
     x = torch.randn(size, size)
     f = lambda x: (torch.tanh(x @ x) ** 2).sum()
 
@@ -88,7 +88,7 @@ def gradient(size: int) -> Variants:
 
 
 def jitted(size: int) -> Variants:
-    """Computes the same gradient with a reversal, under jit in JAX."""
+    """Returns variants of the gradient of a function with a reversal, under jit in JAX."""
     x = jax.random.normal(jax.random.key(0), (size, size))
 
     @jax.custom_vjp
@@ -106,7 +106,7 @@ def jitted(size: int) -> Variants:
 
 
 def eager(size: int) -> Variants:
-    """Computes the gradient of a small function in eager JAX, which traces each call."""
+    """Returns variants of the gradient of a small function in eager JAX, which traces each call."""
     x = jax.random.normal(jax.random.key(0), (size, size))
     f = lambda x: (jnp.tanh(x @ x) ** 2).sum()
     return {
@@ -116,7 +116,7 @@ def eager(size: int) -> Variants:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Returns the CPU seconds of a call, which other processes affect little."""
+    """Returns the CPU seconds of a call."""
     start = time.process_time()
     for _ in range(CALLS):
         run()

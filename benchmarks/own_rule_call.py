@@ -1,8 +1,8 @@
 """Compares one eager call of a custom rule in PyTorch with a torch.autograd.Function.
 
 The arrays are 8 x 8, so the time is overhead. Times are minimum processor times over short
-interleaved rounds, which other processes affect less than medians. `own_rules.py` measures larger
-sizes, and JAX.
+interleaved rounds; other processes affect a minimum less than a median. `own_rules.py` also
+measures larger arrays and JAX.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def minima(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def tangent(f: Callable[..., Any], x: torch.Tensor, dx: torch.Tensor) -> Any:
-    """Runs forward mode, including entering the level of dual numbers."""
+    """Computes a jvp with dual tensors, including the entry into a dual level."""
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, dx)))
 

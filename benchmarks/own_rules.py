@@ -57,7 +57,7 @@ class _ExpInTwoSteps(torch.autograd.Function):
 
 
 class _ExpBothModes(torch.autograd.Function):
-    """Implements exp with the features of a custom rule: both modes, vmap, torch.func."""
+    """Implements exp with the features of a custom rule: all modes, vmap and torch.func."""
 
     generate_vmap_rule = True
 
@@ -80,7 +80,7 @@ class _ExpBothModes(torch.autograd.Function):
 
 
 def _rule(gt: Any, value: Callable[..., Any]) -> Any:
-    """Defines the rule of exp for a function."""
+    """Returns exp as a custom rule whose values are computed by `value`."""
     exp = gt.custom_rule(value)
 
     def fwd(x: Any) -> Any:

@@ -389,7 +389,8 @@ def main() -> None:
     lines = [
         f"# Comparison with other packages, {datetime.date.today()}, {versions()}",
         "",
-        "Operations and peak bytes are counted for PyTorch's operations and by XLA's analysis. "
+        "Flops and peak bytes are counted for each operation in PyTorch, and are taken from XLA's "
+        "analysis in JAX. "
         f"Times are median processor times of {ROUNDS} interleaved runs relative to the first "
         "method, with one thread in PyTorch and JAX's default threads. CUDA kernels "
         "(jvp_flash_attention) are not run.",

@@ -179,13 +179,16 @@ def sizes(code: str) -> str:
 
 
 def kilobytes(field: str) -> int:
-    """Reads a figure of this process: VmRSS is the current memory, VmHWM the peak since a reset."""
+    """Reads a memory figure of this process.
+
+    VmRSS is the current memory, and VmHWM is the peak memory since a reset.
+    """
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1])
 
 
 def arrays(result: Any) -> Iterator[Any]:
-    """Yields the arrays in containers."""
+    """Yields all arrays in nested containers."""
     if isinstance(result, dict | list | tuple):
         for x in result.values() if isinstance(result, dict) else result:
             yield from arrays(x)
@@ -276,8 +279,8 @@ def main() -> None:
         f"# Memory of the recipes, {datetime.date.today()}, {frameworks}",
         "",
         "The memory is the peak memory of the process during a step (value and gradient in float32 "
-        "on one thread) minus the memory before it. Time is processor time relative to the first "
-        "method.",
+        "on one thread) minus the memory before the step. Time is processor time relative to the "
+        "first method.",
     ]
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

@@ -33,23 +33,24 @@ from steps_rows import RUNS, Row, Run, seconds
 
 _BIND = Primitive.bind.__code__  # functions by which JAX traces or runs an operation
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
-FLOORS = {  # additional work of gradtools, by the beginning of a row
+FLOORS = {  # the additional work of gradtools, keyed by the beginning of the row's name
     "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "
     "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
     "tensors; an alias of each gradient, which is differentiable again; and, for "
     "`assign_gradients`, checks and a copy of each gradient",
-    "the same by `make_functional`": "a copy of each module, an alias of each parameter, and a "
-    "traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly as "
-    "much",
+    "`make_functional`, MLP of 400 tensors": "a copy of each module, an alias of each parameter, "
+    "and a traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly "
+    "as much",
     "`minimax": "the same as `value_and_grad(module)` for both players; buffers are saved",
     "microbatched": "the same as `value_and_grad(module)` for each chunk; sums outside of `.grad`, "
     "and their mean, which are new tensors",
     "`GradientAccumulator`": "the same as with `make_functional` for each chunk; sums outside of "
     "`.grad`, and their mean, which are new tensors",
+    "`chunked`, MLP of 64, 16 chunks": "the same as for 256 chunks, and work that is done once for "
+    "all chunks",
     "`chunked`": "the first pass records the graph of each chunk to find its leaves (the "
     "hand-written code runs under `no_grad`); random generators, buffers and modes are saved and "
     "restored",
-    "the same, 16 chunks": "the same, and work that is done once for all chunks",
     "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule for "
     "both modes and all orders runs in Python",
     "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "
@@ -61,7 +62,7 @@ FLOORS = {  # additional work of gradtools, by the beginning of a row
     "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
     "8 Hessian products": "one more backward pass, which transposes the gradient",
     "`hvp` of a module": "the same as `value_and_grad(module)`",
-    "a Gauss-Newton": "f is evaluated for each of the two maps",
+    "a Gauss-Newton": "f is evaluated for each of the two linear maps",
     "`mixed_partial`": "a dual number has one tangent, so G runs with a tangent (2 passes of work) "
     "for each of 4 directions, from the same random state; no graph of G is kept",
     "forward Jacobian": "arguments and outputs are checked",

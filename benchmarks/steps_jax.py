@@ -107,7 +107,7 @@ def rules() -> Iterator[Row]:
     yield Row("JAX: trace of a rule and its gradient: ms", "", "1.9 to 3.3", 1.0,
               lambda: milliseconds(rule),
               counted=(partial(trace, rule), partial(trace, theirs_of_one)))  # fmt: skip
-    yield Row("the same of `jax.custom_vjp`: ms", "", "0.35", None,
+    yield Row("JAX: trace of a `jax.custom_vjp` and its gradient: ms", "", "0.35", None,
               lambda: milliseconds(theirs_of_one))  # fmt: skip
 
 

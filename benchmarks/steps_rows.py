@@ -18,13 +18,13 @@ class Row:
     """A row of the table in results/steps.md.
 
     Attributes:
-        work: The name of the work.
-        peer: The name of the peer.
+        work: A description of the measured work.
+        peer: A description of the code to which gradtools is compared.
         before: The figure before the optimization.
-        goal: The maximum figure.
+        goal: The largest acceptable figure, or None if there is no goal.
         ours: Runs the work with gradtools; without a peer, returns the figure.
         theirs: Runs the work of the peer.
-        count: The number of runs.
+        count: The number of timed runs.
         counted: Functions of gradtools and of the peer for counting operations and calls, if
             `ours` returns a figure.
     """

@@ -98,7 +98,7 @@ def jacobians() -> Iterator[Row]:
         lambda: gt.jacobian(decoder, mode="forward")(z), lambda: jacfwd(z),
     )  # fmt: skip
     yield Row(
-        "`vmap(jacobian)` of the same, 4 points", "`torch.vmap(jacfwd)`", "", 1.1,
+        "`vmap(jacobian)` of the decoder, 4 points", "`torch.vmap(jacfwd)`", "", 1.1,
         lambda: gt.vmap(gt.jacobian(decoder, mode="forward"))(zs), lambda: torch.vmap(jacfwd)(zs),
     )  # fmt: skip
     yield Row("forward Jacobian, 64 leaves: evaluations of f", "", "64", 1, evaluations)
@@ -128,8 +128,8 @@ def modules() -> Iterator[Row]:
     peer = "`loss.backward()`"
     yield Row("`value_and_grad(module)`, MLP of 400 tensors", peer, "2.36", 1.15,
               lambda: of_net(net), backward)  # fmt: skip
-    yield Row("the same by `make_functional`", peer, "1.23", 1.1, functional, backward)
-    yield Row("the same by `torch.func.functional_call` and `torch.autograd.grad`", peer, "", None,
+    yield Row("`make_functional`, MLP of 400 tensors", peer, "1.23", 1.1, functional, backward)
+    yield Row("`functional_call` and `torch.autograd.grad`, MLP of 400 tensors", peer, "", None,
               by_call, backward)  # fmt: skip
     yield Row("`value_and_grad(module)` and `assign_gradients`", peer, "2.7", 1.2,
               lambda: gt.assign_gradients(net, of_net(net)[1]), backward)  # fmt: skip
@@ -222,7 +222,7 @@ def recomputed() -> Iterator[Row]:
     xs, ids = torch.randn(256, 64), torch.randint(1000, (64, 16))
     peer = "two passes by hand"
     yield Row("`chunked`, MLP of 64, 256 chunks of 1", peer, "2.8", 1.3, *both(net, xs, 1))
-    yield Row("the same, 16 chunks of 16", peer, "2.56", 1.3, *both(net, xs, 16))
+    yield Row("`chunked`, MLP of 64, 16 chunks of 16", peer, "2.56", 1.3, *both(net, xs, 16))
     from transformers import BertConfig, BertModel  # a slow import
 
     config = BertConfig(
@@ -565,7 +565,7 @@ def private() -> Iterator[Row]:
     apply, params, state = gt.make_functional(net)
     each = gt.per_example_grad(lambda p, x: loss(lambda x: apply(p, state, x)[0], x))
 
-    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # returning frees the gradients
+    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # the return frees the gradients
         grads = each(params, x)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
         factors = 1.0 / norms.clamp(min=1.0)
@@ -625,7 +625,7 @@ def reading() -> Iterator[Row]:
 
 
 def small() -> Iterator[Row]:
-    """Yields the overhead of the engines for a function of four operations."""
+    """Yields rows with the overhead of gradtools for a function of four operations."""
     x = torch.randn(5, dtype=torch.float64)
     f = lambda x: (x.sin() * x).sum()
     g = gt.grad(f)
@@ -645,9 +645,9 @@ def small() -> Iterator[Row]:
 
     hand = "`torch.autograd.grad`"
     yield Row("`grad` of four operations", hand, "", 1.35, often(lambda: g(x)), often(by_hand))
-    yield Row("`grad` of `grad` of the same", hand, "", 1.6, often(lambda: twice(x)),
+    yield Row("`grad` of `grad` of four operations", hand, "", 1.6, often(lambda: twice(x)),
               often(twice_by_hand))  # fmt: skip
-    yield Row("`jvp` of the same", "`torch.func.jvp`", "", 1.3,
+    yield Row("`jvp` of four operations", "`torch.func.jvp`", "", 1.3,
               often(lambda: gt.jvp(f, (x,), (x,))),
               often(lambda: torch.func.jvp(f, (x,), (x,))))  # fmt: skip
     for count in (64, 160):

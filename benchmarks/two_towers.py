@@ -140,7 +140,7 @@ class Towers:
         return lambda: cached([dict(x) for x in features], None)
 
     def steps(self, dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
-        """Returns the step of each method, after two runs."""
+        """Returns the step of each method after two warm-up runs."""
         for after in (False, True):
             for name, loss in self.ways().items():
                 if not after or (name != PLAIN and dtype is not torch.float32):
@@ -231,8 +231,8 @@ def main() -> None:
     loss, exact = towers.exact()
     found = measured(towers)
     packages = ("torch", "jax", "flax", "sentence-transformers")
-    heads = ["framework", "precision", "method", "loss", "gradient from the plain step's"]
-    heads += ["from float64's", "peak, MB", "s"]
+    heads = ["framework", "precision", "method", "loss", "gradient error to the plain step"]
+    heads += ["to float64", "peak, MB", "s"]
     lines = [
         f"# Two towers in each precision, {datetime.date.today()}, "
         f"Python {sys.version.split()[0]}, "

@@ -1,4 +1,4 @@
-"""Compares the time of `why_zero` on a transformer of twelve layers with a forward pass.
+"""Compares the time of `why_zero` with a forward pass, for a transformer of twelve layers.
 
 Each row is measured in a new process: the first call of `why_zero`, the median of later calls, and
 both times for the forward pass. In the dead model the last layer is constant, so no leaf has a
@@ -149,8 +149,8 @@ def main() -> None:
         f"# why_zero on {LAYERS} layers, {datetime.date.today()}, Python {sys.version.split()[0]}",
         "",
         "The table shows the processor seconds of the first call in a new process, and the median "
-        f"of {LATER} later calls. The last column shows both as multiples of a first and of a "
-        "later forward pass.",
+        f"of {LATER} later calls. The last column shows both times divided by the times of a first "
+        "and of a later forward pass.",
         "",
         "| framework | loss | differentiated leaves | first call | later | forward passes |",
         "|---|---|---|---|---|---|",

@@ -66,7 +66,7 @@ def torch_extension(name, sources=SOURCES):
 
 
 def _cached(source, tools, build):
-    """Returns the cached library; builds it by build(source, an empty folder) if it is missing."""
+    """Returns the cached library; if it is missing, `build` creates it in an empty folder."""
     digest = hashlib.sha256(source.read_bytes() + f"{tools} {sys.version}".encode()).hexdigest()
     library = _cache() / f"{source.stem}-{digest[:16]}.so"
     if not library.exists():
@@ -76,7 +76,7 @@ def _cached(source, tools, build):
 
 
 def _cache():
-    """Returns a folder to which only this user can write."""
+    """Returns a folder to which only the current user can write."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradtools-examples"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder

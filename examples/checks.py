@@ -14,7 +14,7 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
     Args:
         gt: The module `gradtools.torch` or `gradtools.jax`.
         backend: The backend's name.
-        f: Maps a vector to a number.
+        f: A function from a vector to a number.
         x: The NumPy array at which f is checked.
         t: The direction of the Hessian products, a NumPy array.
         by_hand: The expected f(x), gradient, and Hessian times t. If None, the reference is
@@ -71,7 +71,7 @@ MIXES = (
 
 
 def by_differences(gt, backend, f, x, t):
-    """Returns f(x), and its gradient and Hessian times t by central differences."""
+    """Returns f(x), the gradient, and the Hessian times t, computed by central differences."""
     steps = STEP * np.eye(x.size)
     of_value, of_slope = f, gt.grad(f)
     if backend == "jax":
@@ -89,7 +89,7 @@ def central(f, x, step):
 
 
 def compiled(gt, backend, f):
-    """Compiles f as one program; in PyTorch with `fullgraph=True`, so graph breaks are errors."""
+    """Compiles f as one program; in PyTorch, `fullgraph=True` turns graph breaks into errors."""
     if backend == "jax":
         return gt.compile(f)
     import torch
@@ -99,7 +99,7 @@ def compiled(gt, backend, f):
 
 
 def refused(f, error, *parts):
-    """Returns the message of the error that f() raises if it contains `parts`, else None."""
+    """Returns the message of the error that f() raises, or None if it lacks one of `parts`."""
     try:
         f()
     except error as found:
@@ -134,7 +134,7 @@ def live_bytes(step, *args):
 
 
 def peak_bytes():
-    """Returns a context that counts the live bytes of PyTorch storages; `most` is the maximum."""
+    """Returns a context manager that stores the maximum of live PyTorch bytes in `most`."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -72,7 +72,7 @@ def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
 
 @contextmanager
 def double_precision(backend: str) -> Iterator[None]:
-    """Enables 64-bit JAX in every thread and restores the setting; does nothing for PyTorch."""
+    """Enables JAX's x64 in every thread, then restores the setting; does nothing for PyTorch."""
     if backend == "torch":
         yield
         return

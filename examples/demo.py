@@ -72,7 +72,8 @@ def load_domains(seed: int) -> Domains:
 def shift(images: Array, rng: np.random.Generator) -> Array:
     """Maps images to the target domain: rotates by 20 to 40 degrees, inverts a tenth, adds noise.
 
-    With full inversion, gradient reversal would align the domains with exchanged classes.
+    If all images were inverted, gradient reversal would align classes of one domain with other
+    classes of the other domain.
     """
     from scipy.ndimage import rotate
 
@@ -223,16 +224,16 @@ class Training:
 
     seed: int
     reverses: bool
-    accuracy: list[list[float]]  # Accuracy of each side in percent.
-    losses: list[float]  # Relative differences between the sides.
+    accuracy: list[list[float]]  # The accuracy on each backend in percent.
+    losses: list[float]  # Relative differences between the backends.
     gradients: list[float]
-    plain: list[float]  # Differences from gradients by two evaluations.
+    plain: list[float]  # Relative differences from gradients of two evaluations.
     evaluations: Counter[str]
 
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records relative differences between backends, and from the plain gradients."""
+        """Records the relative differences between backends and between gradient methods."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -263,7 +264,7 @@ def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int =
 
 
 def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
-    """Returns the norm of a - b over the norm of b, over all leaves jointly."""
+    """Returns the norm of a - b divided by the norm of b, for all leaves together."""
     difference = sum(float(np.sum((x - y) ** 2)) for x, y in zip(a, b, strict=True))
     return float(np.sqrt(difference / sum(float(np.sum(y**2)) for y in b)))
 
@@ -281,7 +282,7 @@ def train_all(
 def run_demo(
     backends: Sequence[str], seeds: int = 5, out: Path = Path("out"), quick: bool = False
 ) -> None:
-    """Runs the whole demo.
+    """Trains on all seeds, prints the results and draws the picture.
 
     Args:
         backends: "torch", "jax" or both; with both backends, each step is compared.

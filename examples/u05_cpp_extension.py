@@ -20,7 +20,7 @@ GAMMA, POINTS = 0.1, 24
 
 
 def soft_dtw(gt):
-    """Maps a cost matrix to the soft minimum of its paths' costs, twice differentiable."""
+    """Returns the soft minimum of the costs of all paths as a twice differentiable function."""
     torch_extension("soft_dtw")
     import torch
 

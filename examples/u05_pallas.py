@@ -1,8 +1,8 @@
 """Defines the derivative of a Pallas kernel in JAX and of a custom op in PyTorch.
 
-log(sum(exp(row))) and its softmax are fused kernels. In JAX, both functions are Pallas kernels,
-which run in interpreted mode on every processor. In PyTorch, each function is a
-``torch.library.custom_op``, which may call a Triton or CUDA kernel. Neither framework
+The program defines log(sum(exp(row))) and its derivative, softmax, as fused kernels. In JAX, both
+functions are Pallas kernels, which run in interpreted mode on every processor. In PyTorch, each
+function is a ``torch.library.custom_op``, which may call a Triton or CUDA kernel. Neither framework
 differentiates these kernels in reverse mode. A ``gt.custom_rule`` around the kernel supports every
 order and mode.
 """
@@ -66,7 +66,7 @@ def custom_ops():
         op = torch.library.custom_op(f"gradtools_examples::{name}", of, mutates_args=())
         op.register_fake(lambda x: x.new_empty(shape(x)))
         op.register_vmap(lambda info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0))
-        return lambda x: op(x)  # op itself has no argument names
+        return lambda x: op(x)  # the parameters of op have no names
 
     def value(x: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(x, -1)
@@ -98,7 +98,10 @@ def show(gt, backend):
     found = third(lambda x: f(x) ** 2)(gt.asarray(x))
     plain = third(lambda x: gt.xp.log(gt.xp.exp(x).sum(-1)) ** 2)(gt.asarray(x))
     apart = difference(flat(gt, found), flat(gt, plain))
-    claim(f"the third order differs from the framework's own by {apart:.0e}", apart < 1e-12)
+    claim(
+        f"the third derivative differs from the framework's derivative by {apart:.0e}",
+        apart < 1e-12,
+    )
     without_a_rule(gt, backend, kernel, x.reshape((ROWS, COLUMNS)))
     return {"log_sum_exp": results, "third": found}
 

@@ -1,10 +1,11 @@
 """Differentiates SciPy's sparse solver, and estimates a conductivity from temperatures.
 
-x solves A x = b with a sparse A, given by its values, rows and columns. With the cotangent c of x,
-lambda solves A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value at (i, j)
-is -lambda_i x_j; dx solves A dx = db - dA x. A^T is A with exchanged rows and columns, so both
-rules use the solver itself and are valid at any order. On a square with cold walls, the program
-estimates k in -div(k grad u) = f from u, by a trust-region method with Hessian products.
+x solves A x = b with a sparse A, given by its values, rows and columns. Let c be the cotangent of
+x, and let lambda solve A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value
+at (i, j) is -lambda_i x_j. The tangent dx solves A dx = db - dA x. A^T is A with exchanged rows and
+columns, so both rules call the solver again and are valid at any order. On a square with cold
+walls, the program estimates k in -div(k grad u) = f from u, by a trust-region method with Hessian
+products.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ SIDE = 5
 
 
 def sparse_solver(gt, backend):
-    """Returns (values, rows, columns, b) -> x, differentiable in values and b at any order."""
+    """Returns the solver as a function that is differentiable in values and b at any order."""
 
     def kernel(values, rows, columns, b):
         return splu(csc_array((values, (rows, columns)), shape=(b.size, b.size))).solve(b)
@@ -84,7 +85,7 @@ def show(gt, backend):
     product = lambda x, t: gt.hvp(loss, (x,), (t,))[1][0]
     if backend == "jax":
         gradient, product = gt.compile(gradient), gt.compile(product)
-    scale = 1e6  # SciPy's stopping rule is absolute
+    scale = 1e6  # SciPy's stopping criterion is absolute
     found = minimize(
         lambda x: [scale * flat(gt, part) for part in gradient(gt.asarray(x))],
         np.zeros(SIDE**2),
@@ -112,7 +113,7 @@ def dense(gt, values, rows, columns, b, found):
     A = np.zeros((b.size, b.size))
     np.add.at(A, (gt.to_numpy(rows), gt.to_numpy(columns)), gt.to_numpy(values))
     apart = difference(gt.to_numpy(found), np.linalg.solve(A, b))
-    claim(f"the sparse solver differs from the dense one by {apart:.0e}", apart < 1e-12)
+    claim(f"the sparse solver differs from the dense solver by {apart:.0e}", apart < 1e-12)
 
 
 if __name__ == "__main__":

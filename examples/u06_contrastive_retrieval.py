@@ -4,8 +4,8 @@ A query is the signature of a function of the standard library, and its document
 paragraph of the docstring without the function's name. The loss (symmetric InfoNCE with a learned
 temperature) compares every query of the batch with every document, so it is not a sum over
 examples. `chunked` runs the unchanged MiniLM encoder with dropout, once for the queries and once
-for the documents. In PyTorch the encoder is the module of sentence-transformers, and in JAX the
-same network in flax. All layers except the embeddings are trained.
+for the documents. In PyTorch the encoder is the module of sentence-transformers, and in JAX it is
+the same network in flax. All layers except the embeddings are trained.
 
 With --quick the program uses fewer pairs and steps.
 """
@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Compares chunks of 4 with the full batch, without dropout and in float64."""
+    """Compares gradients in chunks of 4 with the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(
@@ -89,7 +89,7 @@ def exact_gradient(side, batch):
 
 
 def by_layer(gradient):
-    """Returns one vector per layer, since the gradient of a single array may be rounding error."""
+    """Returns one vector per layer, since the gradient of one array may be only rounding error."""
     found = {}
     for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
@@ -125,7 +125,7 @@ def progress(steps):
 
 
 class _Torch:
-    """Trains sentence-transformers' module by loss.backward() and AdamW."""
+    """Trains the sentence-transformers module with loss.backward() and AdamW."""
 
     def __init__(self, gt):
         import torch
@@ -186,7 +186,7 @@ class _Torch:
 
 
 class _Jax:
-    """Trains the same network in flax with optax; a step is one compiled program."""
+    """Trains the flax module with optax; each step is one compiled program."""
 
     def __init__(self, gt):
         import jax
@@ -291,7 +291,7 @@ def pairs():
 
 
 def described(module, name, function):
-    """Returns the first paragraph of a docstring without the function's name, if long enough."""
+    """Returns a docstring's first paragraph without the function's name, or None if too short."""
     home = getattr(function, "__module__", None)
     if name[0] == "_" or not inspect.isroutine(function):
         return None

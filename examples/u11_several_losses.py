@@ -57,7 +57,7 @@ def show(gt, backend):
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
     def padded_misfit(W, here, after, there):
-        """Returns the same mean for padded sentences; the mask `there` is 0 at padding."""
+        """Returns the mean over letters of padded sentences; the mask `there` is 0 at padding."""
         logits = here @ W
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)

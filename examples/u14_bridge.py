@@ -79,7 +79,8 @@ def fitted(gt, backend):
     body = gt.asarray(np.array([1.0, 0.2]))
     apart = difference(flat(gt, hessian(body)), flat(gt, own(body)))
     claim(
-        f"the Hessian through the bridge differs from the native one by {apart:.1e}", apart < 1e-12
+        f"the Hessian through the bridge differs from the native Hessian by {apart:.1e}",
+        apart < 1e-12,
     )
 
     slope = gt.grad(loss)

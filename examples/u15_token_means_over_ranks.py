@@ -33,7 +33,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns the weighted means, over all ranks and of this rank, and the unweighted mean."""
+    """Returns the weighted mean over all ranks, the weighted and the plain mean of this rank."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
@@ -44,7 +44,7 @@ def of_one_rank(gt, x, there, everywhere):
 
 
 def in_process(rank, folder):
-    """Returns the results of this rank of two processes."""
+    """Runs one of two ranks in a process and returns its results."""
     import torch.distributed as dist
 
     import gradtools.torch as gt
@@ -56,13 +56,13 @@ def in_process(rank, folder):
     x, there = batch()
     mine = gt.asarray(x[rank]), gt.asarray(there[rank])
     found = of_one_rank(gt, *mine, {"group": dist.group.WORLD})
-    dist.barrier()  # waits until both ranks have sent
+    dist.barrier()  # waits until both ranks have finished
     dist.destroy_process_group()
     return np.stack([gt.to_numpy(g) for g in found])
 
 
 def of_all_ranks(gt, backend):
-    """Returns the results of each rank."""
+    """Returns the means that each rank computes."""
     if backend == "jax":
         of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
         import jax

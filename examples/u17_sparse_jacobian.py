@@ -1,4 +1,4 @@
-"""Computes a Jacobian of 1,000 columns from three products, by coloring its sparsity pattern.
+"""Computes a Jacobian of 1,000 columns from three products by coloring its sparsity pattern.
 
 Newton's method solves an implicit step of a reaction-diffusion equation on a line. Each equation
 contains a point and its neighbors, so one product computes all columns that share no row.

@@ -1,9 +1,9 @@
 """Shows where gradients vanish in a recurrent network, with gradients at intermediate values.
 
-A network of 30 steps marks its state in each step. The norms of the retained gradients show how far
-the gradient of the loss propagates. Gradients times values attribute the output to the steps
-(Shrikumar et al., Not just a black box, 2016). Retained gradients are differentiable, so the norms
-may be part of a loss.
+A network of 30 steps marks its state in each step with ``gt.retain_gradient``. The norms of the
+retained gradients show how far the gradient of the loss propagates. The products of gradients and
+values attribute the output to the steps (Shrikumar et al., Not just a black box, 2016). Retained
+gradients are differentiable, so the norms may be part of a loss.
 """
 
 import numpy as np

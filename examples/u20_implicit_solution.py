@@ -15,7 +15,7 @@ def show(gt, backend):
     xp, rng = gt.xp, np.random.default_rng(0)
     number = lambda *shape: gt.asarray(rng.normal(size=shape))
 
-    # A deep equilibrium layer: z = tanh(W z + U x), by fixed-point iteration.
+    # A deep equilibrium layer: z = tanh(W z + U x), solved by fixed-point iteration.
     weights = {"W": number(WIDTH, WIDTH) / (3 * WIDTH**0.5), "U": number(WIDTH, WIDTH) / WIDTH**0.5}
     x, target = number(BATCH, WIDTH), number(BATCH, WIDTH)
     step = lambda z, p, x: xp.tanh(z @ p["W"] + x @ p["U"])

@@ -55,7 +55,7 @@ def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, An
 
 
 def display(value: Any) -> dict[str, Any]:
-    """Returns a value as text and, if it has one, in its first rich representation."""
+    """Returns a value as text and, if available, in its first rich representation."""
     data: dict[str, Any] = {"text/plain": str(value).splitlines(keepends=True)}
     if hasattr(value, "savefig"):
         file = io.BytesIO()

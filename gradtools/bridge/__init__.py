@@ -36,7 +36,7 @@ _TORCH = TorchGuest()
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
     """Converts a PyTorch function or module to a differentiable JAX function.
 
-    The result supports both modes of differentiation in any order, jit, vmap, scan and checkpoint.
+    The result supports any nesting of forward mode, reverse mode, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program f runs
     as a host callback, and arrays are copied through host memory. f must be a pure function of its
     arguments, because each derivative calls it again; the arrays that it captures are constants.
@@ -46,11 +46,12 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         f: A function from pytrees of tensors (floating, complex, integer, bool; also bfloat16) to
             pytrees of tensors, or a `torch.nn.Module`. Arguments that are not arrays are static
             and must be hashable.
-        out: The result's specification, if a traced program cannot infer it with fake tensors, as
-            for a shape that depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function
-            that returns such a pytree for f's arguments with arrays replaced by ArraySpecs. For a
-            module, the specification of the pair `(output, state)`.
-        train: The mode of a module; None keeps its current mode.
+        out: The specification of the result: a pytree of `ArraySpec(shape, dtype)`, or a function
+            that returns such a pytree for f's arguments with arrays replaced by ArraySpecs. A
+            traced program requires `out` if the result's shape cannot be inferred with fake
+            tensors, for example because the shape depends on values. For a module, `out` specifies
+            the pair `(output, state)`.
+        train: Whether a module runs in train mode. If None, the module keeps its current mode.
 
     Returns:
         A function of JAX arrays. For a module `(apply, params, state)`, with
@@ -60,10 +61,10 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         become 32-bit integers.
 
     Raises:
-        GradtoolsError: f is not a function. (When called) f draws from PyTorch's global generator;
-            a result has a 64-bit dtype and x64 is off; in a traced program, the result's shapes
-            cannot be inferred and `out` is None, or the shapes differ from `out`. Under jit, JAX
-            raises its own error, which contains this error's text.
+        GradtoolsError: f is not a function. When the result is called: f draws from PyTorch's
+            global generator; a result has a 64-bit dtype and x64 is off; in a traced program, the
+            result's shapes cannot be inferred and `out` is None, or the shapes differ from `out`.
+            Under jit, JAX raises its own error, which contains this error's text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -92,19 +93,20 @@ def to_torch(
 ) -> Any:
     """Converts a JAX function or model to a differentiable PyTorch function or module.
 
-    The result supports reverse and forward mode in any order, `torch.func`, `torch.compile` and
-    checkpoint. Outside of transforms f is called on the memory of its arguments, and a call waits
-    for its results. f and each of its derivatives are compiled once per shape and dtype.
+    The result supports any nesting of reverse mode, forward mode, `torch.func`, `torch.compile` and
+    checkpoint. Outside of transforms, f is called directly on the memory of its arguments, and a
+    call blocks until the results are ready. f and each of its derivatives are compiled once per
+    shape and dtype.
 
     Args:
         f: A function from pytrees of arrays to pytrees of arrays, or a model: a `flax.nnx` or
             `equinox` module, or a `flax.linen` module with its `variables`.
             Arguments that are not tensors are static and must be hashable.
-        out: The result's specification, if `jax.eval_shape` cannot infer it (with jit=False): a
-            pytree of `ArraySpec(shape, dtype)`, or a function that returns such a pytree for the
-            arguments, with tensors replaced by ArraySpecs.
-        variables: As in `gradtools.jax.make_functional`.
-        jit: Whether f is compiled; pass False if f reads values (a Python if).
+        out: The specification of the result: a pytree of `ArraySpec(shape, dtype)`, or a function
+            that returns such a pytree for the arguments, with tensors replaced by ArraySpecs. `out`
+            is required if jit=False and `jax.eval_shape` cannot infer the result's shape.
+        variables: The variables of a `flax.linen` module, as in `gradtools.jax.make_functional`.
+        jit: Whether f is compiled. Pass False if f depends on concrete values, as in a Python `if`.
 
     Returns:
         A function of tensors. For a model, an `nn.Module`: its parameters are copies of the model's
@@ -113,8 +115,8 @@ def to_torch(
         updated with the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
-        GradtoolsError: f is not a function. (When called) a tensor has a 64-bit dtype and x64 is
-            off; f closes over a JAX tracer; a tensor is sparse.
+        GradtoolsError: f is not a function. When the result is called: a tensor has a 64-bit dtype
+            and x64 is off; f closes over a JAX tracer; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

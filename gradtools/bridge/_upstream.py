@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """Context manager that runs operations as in a new thread: gradients on, no active modes."""
+    """Context manager that enables gradients and disables all modes, as in a new thread."""
     keys, c = _keys_of_a_thread(), torch._C
     if torch.is_grad_enabled() and _keys() == keys and not c._len_torch_function_stack():
         yield
@@ -50,7 +50,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 def fake_tensors(**options: Any) -> Any:
-    """Makes a `FakeTensorMode` (operations compute only shapes) after a slow import."""
+    """Creates a `FakeTensorMode`, in which operations compute only shapes and dtypes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)

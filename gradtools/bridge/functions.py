@@ -1,6 +1,6 @@
 """Wraps a function of one framework (the guest) as a custom rule of the other (the host).
 
-The rule of f calls the guest's `gradtools.vjp` and `jvp`, which are bridged functions again:
+The rule of f calls the guest's `gradtools.vjp` and `jvp`; the derivatives are bridged functions:
 
     y = f(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
@@ -37,7 +37,7 @@ class Foreign:
     """A function of flat lists of the guest's arrays, and its rule in the host.
 
     Attributes:
-        guest: The framework of the function.
+        guest: The framework of the function: a `TorchGuest` or a `JaxGuest`.
         name: The function's name in messages.
         run: The function of the guest's arrays.
         outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
@@ -100,7 +100,7 @@ class Foreign:
         return Rule(self.name, self.value, tangent, cotangent)
 
     def jvp(self, moving: Mask) -> Foreign:
-        """Returns the map (inputs, tangents of moving inputs) -> tangents of inexact outputs."""
+        """Returns a function of the inputs and their tangents that returns output tangents."""
         n, backend = len(moving), self.guest.backend
 
         def pushed(*operands: Array) -> list[Array]:
@@ -114,7 +114,7 @@ class Foreign:
         return self._of("jvp", (moving,), pushed, outs)
 
     def vjp(self, moving: Mask, given: Mask) -> Foreign:
-        """Returns the map (inputs, cotangents of outputs) -> cotangents of moving inputs."""
+        """Returns a function of the inputs and output cotangents that returns input cotangents."""
         n, backend = len(moving), self.guest.backend
 
         def pulled(*operands: Array) -> list[Array]:
@@ -130,7 +130,7 @@ class Foreign:
         return self._of("vjp", (moving, given), pulled, outs)
 
     def _restricted(self, xs: Sequence[Array], moving: Mask, select: Any) -> tuple[Any, Any]:
-        """Returns the function from moving inputs to selected outputs, and the moving inputs."""
+        """Returns the function of the differentiated inputs only, and the differentiated inputs."""
 
         def fun(*at: Array) -> tuple[list[Array], list[Array]]:
             return select(self.run(*replaced_where(xs, moving, at))), []
@@ -139,7 +139,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Maps the function over `depth` batch axes (memoized); `_shared` returns `shared`."""
+        """Maps the function over `depth` batch axes (memoized). `shared` comes from `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -159,7 +159,7 @@ class ForeignSignature:
     """A foreign function specialized to the shapes and dtypes of its inputs.
 
     Attributes:
-        of: The function.
+        of: The `Foreign` function.
         ins: The inputs' ArraySpecs.
     """
 
@@ -172,7 +172,7 @@ class ForeignSignature:
         return self.of.outs(self.ins)
 
     def record(self, run: Run, outs: list[ArraySpec]) -> None:
-        """Records the outputs' ArraySpecs after a call, unless `run` is mapped."""
+        """Records the outputs' ArraySpecs after a call, unless `run` is a mapped function."""
         if run is self.of.entry:
             vars(self).setdefault("outs", outs)
 
@@ -193,7 +193,7 @@ class ForeignSignature:
 
     @property
     def fun(self) -> Any:
-        """The author's function."""
+        """The user's function."""
         return self.of.base.fun
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -206,7 +206,7 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        # Index 0 removes each broadcast axis; `...` keeps a result without axes an array.
+        # Index 0 removes each broadcast axis; with `...`, a result without axes is an array.
         arrays = [
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a
             for a, of in zip(arrays, shared, strict=True)
@@ -215,7 +215,10 @@ class ForeignSignature:
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
-    """Returns, per array, a mask of the batch axes over which only some arrays broadcast."""
+    """Returns, for each array, a mask of the batch axes along which the array is broadcast.
+
+    If all arrays are broadcast along an axis, the first array counts as not broadcast.
+    """
     result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
         if all(s[level] for s in result):
@@ -249,7 +252,7 @@ class Bridged(CustomRule):
         return Parameters(None, (), (), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the value; the guest differentiates wherever the host takes a derivative."""
+        """Calls the function; derivatives in the host are computed by the guest framework."""
         return super().__call__(args, kwargs)
 
     def _rule(self, specialized: Specialization) -> Rule:
@@ -263,7 +266,8 @@ class FlatBridged(Foreign):
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
         self.fun = of.fun
-        # The indices of arguments that fun writes to and receives as copies; None before a call.
+        # The indices of arguments that fun writes to and receives as copies; None before the first
+        # call.
         self.written: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # maps shapes to the host's output treedef
         super().__init__(of.guest, of.__name__, self._run, self._outs)
@@ -311,7 +315,7 @@ class FlatBridged(Foreign):
         return self.specialized.outputs(xs, tree, "it")
 
     def _outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """Returns the outputs' ArraySpecs, by the guest's abstract evaluation or by `out`."""
+        """Returns the outputs' ArraySpecs from `out` or from the guest's abstract evaluation."""
         out = self.of.out
         if out is None:
             return self.guest.abstract(self, specs)

@@ -101,8 +101,8 @@ def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Modul
 class BridgedModule(nn.Module):
     """A JAX model as a PyTorch module; see `gradtools.bridge.to_torch`.
 
-    The module's parameters are the model's floating arrays, and the buffers are the model's state,
-    under the model's names. `forward` takes the model's arguments and a `key`; in training a
+    The module's parameters are the model's floating arrays, and the buffers are the model's state;
+    both have the model's names. `forward` takes the model's arguments and a `key`; in training a
     missing key is drawn from PyTorch's global generator.
     """
 
@@ -161,7 +161,7 @@ class BridgedModule(nn.Module):
 
 
 def _impl(x: Any) -> str | None:
-    """Returns the PRNG implementation of a typed key; None for other arrays."""
+    """Returns the PRNG implementation of a typed key, or None for any other array."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return str(jax.random.key_impl(x)) if is_key else None
 

@@ -1,6 +1,7 @@
 """Checks for users' tests: derivatives against finite differences, PyTorch against JAX.
 
-Names are imported lazily; a framework is imported only when a check uses it.
+The names of this package are imported lazily, and a framework is imported only when a check uses
+it.
 """
 
 from importlib import import_module

@@ -3,11 +3,11 @@
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
 Each entry of x is perturbed in proportion to its magnitude. The derivative agrees if it equals the
-central difference at one of two step sizes h. The derivative differs if its distance from the
-central difference exceeds the sum of three terms: the rounding error, the difference between the
-two step sizes, and the change of the derivative along the segment. By the mean value theorem, the
-central difference is a mean of the derivative along the segment, so the last term covers kinks,
-ties and large steps.
+central difference at one of two step sizes h. The derivative is reported as different if its
+distance from the central difference exceeds the sum of three terms: the rounding error, the
+difference between the results of the two step sizes, and the change of the derivative between
+x - h u and x + h u. By the mean value theorem, the central difference is a mean of the derivative
+between these two points, so the last term covers kinks, ties and large steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 @dataclass
 class DerivativeComparison:
-    """Compares a program's derivative at xs with central differences along random u and v.
+    """Compares a derivative at xs with central differences, for a random tangent and cotangent.
 
     Attributes:
         program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` returns
@@ -41,8 +41,9 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        The verdict is "differs" if two of three comparisons differ. Each comparison uses a slightly
-        different point, away from a kink or tie, unless the derivative is not finite.
+        The verdict is "differs" if two of three comparisons return "differs". After each
+        comparison, xs is moved slightly, away from a possible kink or tie, unless the derivative is
+        not finite.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
@@ -55,7 +56,7 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares along one random direction in all arrays, or in the array with index `only`."""
+        """Compares derivatives along a random tangent of all arrays, or of array number `only`."""
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]
@@ -87,9 +88,10 @@ class DerivativeComparison:
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Draws random tangents scaled by each entry's magnitude (capped), or the median for zeros.
+        """Draws random tangents, scaled by the magnitude of each entry of xs.
 
-        An entry gets a larger tangent if a perturbation of this size would be lost to rounding.
+        The scale of an entry is at least the median magnitude or 1, whichever is smaller, and at
+        most 100. The scale is larger than 100 if a smaller perturbation would be lost to rounding.
         """
         made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:
@@ -101,9 +103,10 @@ class DerivativeComparison:
 
 
 def normal(rng: Any, like: Any) -> Any:
-    """Draws a normal array with the shape of `like`, complex or Hermitian if `like` is.
+    """Draws an array of normal numbers with the shape of `like`.
 
-    Derivatives of Cholesky factors, eigenvalues etc. are taken along Hermitian tangents.
+    The array is complex if `like` is complex, and Hermitian if `like` is Hermitian, because
+    derivatives of Cholesky factors and eigenvalues are defined for Hermitian tangents.
     """
     x = rng.standard_normal(like.shape)
     if np.iscomplexobj(like):

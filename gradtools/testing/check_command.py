@@ -19,7 +19,7 @@ _Y, _Z = np.linspace(0.1, 0.6, 12).reshape(3, 4), np.linspace(-0.3, 0.2, 12).res
 
 
 class _Programs:
-    """Test programs for one framework; each returns its result and the expected NumPy result."""
+    """Test programs for one framework; each program returns its result and NumPy's result."""
 
     def __init__(self, gt: Any) -> None:
         self.gt, self.xp = gt, gt.xp
@@ -121,7 +121,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the programs; returns exit code 0 if all agree, 1 if any disagrees, 2 if none runs."""
+    """Runs all programs; returns 0 if they agree, 1 if not, 2 if no framework is installed."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

@@ -2,15 +2,17 @@
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-Intentional differences are excluded: gradient edits are identities on both sides, and a value that
-f itself stops (`stop_gradient`, `detach`, a `no_grad` block) keeps its value from the first run in
-all later runs. Values stopped inside gradtools, custom functions and rules are recomputed in each
-run. The same comparison of f's intermediate values locates the first operation with a wrong
-derivative.
+Intended edits are not reported: in a comparison, gradient edits are replaced by identities, and a
+value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` block) is replaced in
+later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
+custom functions or custom rules are recomputed in each run. If a derivative is wrong, the
+derivatives of f's intermediate values are compared in the same way to locate the first operation
+with a wrong derivative.
 
-`central_differences` performs the comparison. The modules `checked_mode` of `gradtools.torch` and
-`gradtools.jax` run f at other points. While a context is active, the differentiating methods of a
-backend are replaced on the backend instance; operators outside of a context run unchanged.
+The module `central_differences` implements the comparison. The modules `checked_mode` of
+`gradtools.torch` and `gradtools.jax` run f at other points. While a `checked` context is active,
+the methods of a backend instance that compute derivatives are replaced; outside of a context, the
+operators run unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
-UNSEEN = "gradients stopped inside of compiled code or loops, or f reads values"
+UNSEEN = "gradients stopped inside of compiled code or loops, or values read by f"
 NOISY = "inconclusive because of rounding noise"
 _MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 
@@ -50,7 +52,7 @@ class CheckedReport:
     Attributes:
         compared: The number of derivatives that agree with finite differences.
         skipped: The number of derivatives that were not compared, by reason.
-        notes: Remarks that are not errors, for example on stopped data that leaves the framework.
+        notes: Remarks that are not errors, for example that f could not run again.
     """
 
     compared: int = 0
@@ -68,10 +70,11 @@ class _CheckedThread(threading.local):
 
     Attributes:
         report: The report of the innermost context.
-        program: The program that is running at other points, without comparisons.
-        own: Whether gradtools' code runs, rather than f's forward code.
+        program: The program that is evaluated for a comparison; no derivatives are compared while
+            it runs.
+        own: Whether code of gradtools is running, rather than the user's function.
         taking: Whether gradtools is computing a derivative.
-        native: Whether a derivative that the framework computes at concrete values is compared.
+        native: Whether the running comparison checks a derivative that the framework computes.
     """
 
     report: CheckedReport | None = None
@@ -112,16 +115,16 @@ class CheckedProgram:
 
     Attributes:
         half: The framework's `checked_mode` module.
-        run: A function that returns f's outputs at the given arrays, without edits.
-        at: A context manager in which f runs; yields f's array arguments at a point.
+        run: A function that returns f's outputs at the given arrays, without gradient edits.
+        at: A context manager that yields f's array arguments at a given point; f runs inside of it.
         eps: The largest machine epsilon of the dtypes that f uses.
-        unseen: The number of operations with stopped gradients that the check cannot detect.
+        unseen: The number of operations in which f may stop gradients without being detected.
         notes: Notes for the report.
-        hooks: Dictionary whose keys describe the gradient hooks that f registers.
-        values: The values whose gradient f stops; `recorded` contains these values from the first
-            run.
+        hooks: A dictionary whose keys describe the gradient hooks that f registers.
+        values: The values whose gradients f stops in a run; `recorded` contains the values of the
+            first run.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
-            `count` values, or their "vjp" or "jvp" derivative.
+            `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
     """
 
     half: Any
@@ -168,7 +171,7 @@ class CheckedProgram:
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Returns Re<v, J u> by the tested method, and the sum of its terms' absolute values."""
+        """Returns Re<v, J u> from the tested backend method, and the sum of its absolute terms."""
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:
@@ -209,7 +212,7 @@ class CheckedProgram:
             except Exception:  # f has no derivative of this kind to report
                 continue
             for name, line in found[k : k + 1]:
-                texts.append(f"The {word}derivative of {name}{line} is the first that is wrong.")
+                texts.append(f"The {word}derivative of {name}{line} is the first wrong derivative.")
                 if not name.startswith(UNNAMED):
                     return " ".join([texts[-1], *self.hooks])
         return " ".join([*texts[:1], *self.hooks])
@@ -237,7 +240,7 @@ def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
 
 
 class _CheckedMembers:
-    """Replacements for the differentiating methods of one backend."""
+    """Replacements for the methods of one backend that compute derivatives."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -257,7 +260,7 @@ class _CheckedMembers:
         return checked(partial(self.own, member), *args, **kwargs)
 
     def own(self, member: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a backend method, in which stopped values do not count as stopped by f."""
+        """Calls a backend method; gradients stopped in the call do not count as stopped by f."""
         with set_here(own=True), self.half.scope(True):
             return member(*args, **kwargs)
 
@@ -322,12 +325,12 @@ class _CheckedMembers:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if here.program is None else None  # None: use the rule
+        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
 
     # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
-        """Checks `run(*args, **kwargs)`, which the framework itself may differentiate."""
+        """Checks the derivative of `run(*args, **kwargs)`, which the framework may compute."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         leaves, treedef = self.backend.flatten((args, kwargs))
@@ -419,16 +422,17 @@ def _replace_members() -> None:
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
     """Context manager that compares gradtools' derivatives with finite differences.
 
-    Derivatives are compared with central differences of f's values, along a random direction and
-    cotangent; f runs several times, with random streams and buffers restored. The check finds
-    custom functions and hooks that drop a derivative, custom rules with a wrong bwd, wrong
-    derivative formulas of the framework, and data that leaves the framework (as by `item()`), at
-    any depth of nesting. In a backward pass of the framework itself, custom rules and calls of
-    `chunked`, `frozen` and `checkpoint` are compared.
+    Derivatives are compared with central differences of f's values, for a random tangent and a
+    random cotangent. f runs several times; random generators and buffers are restored after each
+    run. The check finds custom functions and hooks that drop a derivative, custom rules with a
+    wrong bwd, wrong derivative formulas of the framework, and data that leaves the framework (as by
+    `item()`), at any depth of nesting. If the framework itself computes the gradient, as in
+    ``loss.backward()``, only custom rules and calls of `chunked`, `frozen` and `checkpoint` are
+    compared.
 
-    Intentional differences are excluded: gradient edits of gradtools, and values that f itself
-    stops with `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or gradient
-    reversal in your own custom function is reported as an error; use `straight_through` or
+    Two kinds of intended differences are not reported: gradient edits of gradtools, and gradients
+    that f itself stops with `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or
+    gradient reversal in your own custom function is reported as an error; use `straight_through` or
     `reverse_gradient`. Derivatives of traced values (`jit`, `vmap`, compiled code) are counted as
     skipped.
 

@@ -13,7 +13,7 @@ from gradtools.errors import GradtoolsError
 
 
 def cross_check(options: argparse.Namespace) -> int:
-    """Compares two programs; returns the exit status, 1 if they disagree."""
+    """Compares two programs; returns exit status 0 if they agree and 1 if they disagree."""
     for name in ("torch", "jax"):
         if name not in gradtools.available_backends():
             raise GradtoolsError(

@@ -33,7 +33,7 @@ SECOND = (
 )
 MODES = FIRST + SECOND
 
-# Messages of the frameworks and of gradtools for a function that lacks a mode.
+# Error messages of the frameworks and of gradtools if a function lacks a mode.
 _NO_SUCH_MODE = re.compile(
     r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
     r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
@@ -69,7 +69,7 @@ class FlatFunction:
         self.waist = self.gt._api._backend
 
     def bind(self, leaves: Arrays, paths: list[str]) -> None:
-        """Evaluates the program at the given leaves, with their names."""
+        """Sets `leaves` and `paths`, and evaluates the program at these leaves."""
         self.leaves, self.paths = leaves, paths
         out = self.run(lambda xs: self.program(*xs), leaves)
         named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
@@ -120,8 +120,8 @@ class FlatFunction:
         """Computes a derivative at xs in a mode, or in nested modes ("forward_over_reverse").
 
         Let u be the tangent of a forward mode, v the cotangent of a reverse mode, and H the
-        Hessian of Re<v, f>. Forward mode returns J u, reverse mode J^H v, forward over forward
-        D^2 f[u, w]; the other nested modes return H u.
+        Hessian of Re<v, f>. Forward mode returns J u, and reverse mode returns J^H v. Forward over
+        forward returns D^2 f[u, w], and the other nested modes return H u.
 
         seeds: The tangents or cotangents of each mode, from the inner to the outer mode.
         """
@@ -189,7 +189,7 @@ class Probe(FlatFunction):
             )
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments with the given differentiable leaves."""
+        """Returns the arguments with their differentiable leaves replaced by the given leaves."""
         full = list(self._all)
         for i, x in zip(self._moving, moving, strict=True):
             full[i] = x
@@ -202,7 +202,7 @@ class Probe(FlatFunction):
 
 
 def no_such_mode(error: Exception) -> bool:
-    """Returns whether an error means that a mode is missing, not that a rule is wrong."""
+    """Returns whether an error means that f lacks a mode, rather than that a rule is wrong."""
     if isinstance(error, LostDerivativeError):
         return False
     if isinstance(error, NotImplementedError | MissingRuleError):
@@ -233,11 +233,11 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    Differences are rounding error if they are at most `bound`, and the results change by as much
-    when the last digits of the arguments change. All other differences count as real disagreements.
+    Differences count as rounding error if they are at most `bound` and if the results change by as
+    much when the last digits of the arguments change. Otherwise, the results disagree.
 
     Args:
-        off: The differences.
+        off: The absolute differences.
         compute: A function of the arguments that returns the results, a sequence of arrays.
         xs: The arguments.
         eps: The machine epsilon of the computation.

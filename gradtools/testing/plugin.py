@@ -10,9 +10,9 @@ plugin.
         assert float(gt.grad(lambda x: x ** 2)(x)) == 6
 
     @pytest.fixture(scope="module")
-    def model(gt): ...                                       # once for each backend, too
+    def model(gt): ...                                       # also once for each backend
 
-    def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
+    def test_my_port_is_right(cross_check):                  # gradtools.testing.cross_check
         cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
 """
 
@@ -30,7 +30,7 @@ BACKENDS = ("torch", "jax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options."""
+    """Adds the command-line options."""
     group = parser.getgroup("gradtools")
     group.addoption(
         "--gradtools-checked",

@@ -1,6 +1,6 @@
 """The entry point `gradtools` of pytest, which loads `gradtools.testing.plugin`.
 
-``-p no:gradtools`` disables the plugin. If gradtools is not installed, load it by
+``-p no:gradtools`` disables the plugin. If gradtools is not installed, load the plugin with
 ``-p gradtools.testing.plugin``.
 """
 

@@ -1,10 +1,10 @@
 """Describes in a few words how two arrays that should be equal differ.
 
-`related` looks for a relation of the entries: `cross_check` applies `related` to two results,
-`first_divergence` to the values and cotangents of two operations, and the other checks to a
-derivative and its finite differences. A relation must hold for all entries, within a tight
-tolerance. `expression_cause` compares the formulas by which two programs compute a value from
-common operands, for example ``gelu(x)`` and ``tanh gelu(x)``, or ``x + 1e-05`` and ``x + 0.001``.
+`related` compares the entries of two arrays. The arrays are two results in `cross_check`, the
+values or cotangents of two operations in `first_divergence`, and a derivative and its finite
+differences in the other checks. A relation must hold for all entries, within a tight tolerance.
+`expression_cause` compares the formulas by which two programs compute a value from common operands,
+for example ``gelu(x)`` and ``tanh gelu(x)``, or ``x + 1e-05`` and ``x + 0.001``.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def related(
     sizes: Mapping[str, float] | None = None,
     single: bool = False,
 ) -> Relation | None:
-    """Returns the first relation that matches two differing arrays, or None.
+    """Returns the first relation that matches two differing arrays, or None if none matches.
 
     Args:
         a: The first side's array.
         b: The second side's array, of the same or another shape.
         names: The names of the sides.
         order: The order of the derivative.
-        near: The relative tolerance of a relation.
-        sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to report an unknown factor if both arrays are constant.
+        near: The relative error up to which arrays count as equal.
+        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
+        single: Whether to report a factor without an explanation if all entries of an array are
+            equal.
     """
     masks = a.dtype == b.dtype == bool
     if masks and (a.all() or b.all() or not (a.any() and b.any())):
@@ -148,7 +149,7 @@ def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
-    """Describes the factor a / b if all entries have the same factor; empty for 1."""
+    """Describes the factor a / b; returns "" if it is 1, and None if it is not constant."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     ratio = complex(np.vdot(b, a) / size) if 0 < size < math.inf else 0j
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
@@ -165,7 +166,7 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
-    """Names a factor: a size, its square root, n / (n - 1), 2, or the imaginary unit.
+    """Explains a factor: a size, the square root of a size, n / (n - 1), 2, or i.
 
     Args:
         ratio: The factor.
@@ -215,12 +216,12 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands; ``c x`` with the letter y and the constant 2 is printed ``2 y``.
+    """A formula of operands. For example, ``c x`` is printed as ``2 y`` if x is y and c is 2.
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
-        letters: The letters of the formula's operands, in order.
-        c: The constant, rounded to 7 digits; 0 if there is none.
+        letters: The letters that are printed for the operands x and y, in order.
+        c: The constant, rounded to 7 digits, or 0 if the formula has no constant.
     """
 
     function: str
@@ -241,13 +242,13 @@ def expression_cause(
     direct: Sequence[Collection[str | None]] = ((), ()),
     sizes: Mapping[str, float] | None = None,
 ) -> str:
-    """Describes two lines by their expressions in common operands; empty if unknown.
+    """Describes how the expressions of two source lines differ, or returns "" if unknown.
 
     Args:
-        first: The expressions of the values of PyTorch's line, in order.
-        second: The expressions of the values of JAX's line.
-        direct: The letters of the operands of each line.
-        sizes: Lengths that occur in the program by name, which explain a factor.
+        first: For each value that PyTorch's line computes, the expressions that equal the value.
+        second: For each value that JAX's line computes, the expressions that equal the value.
+        direct: The letters of the operands of both lines.
+        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))
     forms = [sorted((e.function, e.letters) for e in side) for side in (ours, theirs)]
@@ -282,7 +283,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """Finds expressions in the named operands that equal an array, the shortest first."""
+    """Finds expressions of the operands that equal an array, and returns the shortest first."""
     a, found = widened(a), list[Expression]()
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return found

@@ -1,7 +1,8 @@
 """Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` contains the report. This module is framework-neutral.
+prints a table, and an `AgreementError` contains the report. This module does
+not depend on a framework.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ class Comparison:
         quantity: The kind of the arrays, for example "value", "gradient" or "jvp".
         path: The path of the leaf, such as "output['loss']" or "argument 0", or a layer's name.
         order: The order of the derivative: 0, 1 or 2.
-        error: The largest error in units of the tolerance; a disagreement if above 1, inf
-            if it cannot be measured (NaN in only one array, different shapes or dtypes).
+        error: The largest error in units of the tolerance. The arrays disagree if the error is
+            above 1. The error is inf if it cannot be measured (NaN in only one array, different
+            shapes or dtypes).
         tolerance: The allowed relative error.
-        place: The index of the worst entry, () for a scalar, None if no entries were compared.
-        first: The first array's value at `place`, or a text, "float32" or "not connected".
+        place: The index of the worst entry, () for a scalar, or None if no entries were compared.
+        first: The first array's value at `place`, or a text such as "float32" or "not connected".
         second: The second array's value at `place`, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
         dtype: The coarser of the arrays' dtypes.
         status: "agrees", "differs", or "convention" (they differ by a known convention).
-        cause: The likely cause in a few words, or None.
+        cause: The likely cause in a few words, or None if it is unknown.
         detail: The evidence for the cause, and advice.
         uncompared: The number of entries that are NaN, or the same infinity, in both arrays.
     """
@@ -67,7 +69,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Number | None:
-        """The ratio first / second at the worst entry; None if the ratio is undefined."""
+        """The ratio first / second at the worst entry, or None if it is undefined."""
         words = isinstance(self.first, str) or isinstance(self.second, str)
         if words or self.first is None or not self.second:
             return None
@@ -109,14 +111,14 @@ def compare_arrays(
     """Compares two arrays.
 
     Args:
-        quantity: As in `Comparison`.
-        path: As in `Comparison`.
+        quantity: The kind of the arrays, as in `Comparison`.
+        path: The path of the leaf, as in `Comparison`.
         order: The order of the derivative, which selects the tolerance.
         first: A NumPy array or number.
         second: The NumPy array or number that is compared with `first`.
-        tolerance: A relative error that replaces the tolerance of the table.
+        tolerance: The relative tolerance. By default, it is selected by dtype and `order`.
         noise: Absolute differences up to this size count as rounding of larger numbers that
-            cancel. 0 by default.
+            cancel. By default, `noise` is 0.
 
     Returns:
         A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without a finite
@@ -151,7 +153,7 @@ def compare_arrays(
 def mismatch(
     quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
 ) -> Comparison:
-    """Returns a disagreement without a measured error, described by a text for each side."""
+    """Returns a `Comparison` that differs, with a text instead of a value for each side."""
     return Comparison(
         quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
     )
@@ -160,7 +162,7 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """Returns each entry's error in units of the tolerance; inf if only one side is finite."""
+    """Returns each entry's error in tolerances, or inf where only one side is finite."""
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -191,10 +193,10 @@ def as_number(x: Any) -> Number:
 
 @dataclass
 class Report:
-    """The comparisons of a check; true if everything agrees.
+    """The report of a check, which is true if everything agrees.
 
     Attributes:
-        title: The subject of the check.
+        title: The title, such as "cross_check of f and g".
         names: The names of the two sides.
         comparisons: A `Comparison` for each compared array, in order.
         left_out: Quantities that could not be compared, with reasons.
@@ -227,7 +229,7 @@ class Report:
 
     @property
     def disagreements(self) -> list[Comparison]:
-        """The comparisons that differ, without known conventions."""
+        """The comparisons that differ, except by a known convention."""
         return [c for c in self.comparisons if not c.agrees]
 
     @property
@@ -237,12 +239,12 @@ class Report:
 
     @property
     def first(self) -> Comparison | None:
-        """The first disagreement, or None."""
+        """The first disagreement, or None if everything agrees."""
         return next(iter(self.disagreements), None)
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison with the largest error, or None."""
+        """The comparison with the largest error, or None if there are no comparisons."""
         return max(self.comparisons, key=lambda c: c.error, default=None)
 
     @property
@@ -270,7 +272,8 @@ class Report:
 
         Args:
             colour: Whether to add terminal colors.
-            limit: The maximum number of comparisons to show, excluding agreements; None shows all.
+            limit: The maximum number of comparisons to show. If there are more, agreements are not
+                shown. If None, all comparisons are shown.
         """
         chosen, known, first = self.comparisons, self.conventions[:limit], self.first
         if limit is not None and len(self) > limit:

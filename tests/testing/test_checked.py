@@ -57,7 +57,7 @@ def test_an_error_says_operator_argument_lines_and_both_numbers(gt):
     assert "<locals>.<lambda> (test_checked.py:" in text
     assert "differentiated at test_checked.py:" in text
     assert re.search(
-        r"The derivative of (the rule )?wrong \(.*\) is the first that is wrong\.", text
+        r"The derivative of (the rule )?wrong \(.*\) is the first wrong derivative\.", text
     )
     assert isinstance(caught.value, AssertionError)
 

@@ -1,16 +1,17 @@
-"""Checks of a function's derivatives against its own values, and against each other.
+"""Checks derivatives of a function against finite differences, and against each other.
 
-Let J be the Jacobian of f at x, H the Hessian of Re<v, f>, D_u the slope along u estimated from f's
-values at many step sizes, and u, w, v random:
+Let J be the Jacobian of f at x, and H the Hessian of Re<v, f>. Let D_u be the derivative along u,
+estimated by finite differences with many step sizes. The tangents u and w and the cotangent v are
+random. The checks are:
 
     J u = D_u f      Re<J^H v, u> = Re<v, D_u f>    Re<v, J u> = Re<J^H v, u>     first order
     H u = D_u J^H v, by three mixes of modes        D^2 f [u, w] = D_w J u        second order
-    J (w - 16 u) = J w - 16 J u                     the same of J^H               linearity
+    J (w - 16 u) = J w - 16 J u                     the same for J^H              linearity
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, evaluates to rounding
-error. A small difference counts as rounding error if perturbing the last digits of x changes the
-difference by its own magnitude. At a kink the slope is the mean of the derivatives on both sides,
-and any derivative between the two is accepted.
+error. A small difference between two sides counts as rounding error if a perturbation of the last
+digits of x changes one side by as much. At a kink the finite difference is the mean of the
+one-sided derivatives, and any derivative between the one-sided derivatives is accepted.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from gradtools.testing.report import (
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
-_ENTRIES = 64  # Maximum number of entries compared individually if a leaf fails.
+_ENTRIES = 64  # Maximum number of entries that are compared one by one after a leaf has failed.
 _KEPT = 32  # Maximum number of cached derivatives.
 
 
@@ -73,11 +74,11 @@ def check_derivatives(
 ) -> Report:
     """Checks the derivatives of f that a framework computes at args.
 
-    Along random directions in each leaf of the arguments, the check compares forward and reverse
-    mode with slopes of f's values, for steps from a tenth to a millionth of the leaf's magnitude (a
-    three-hundredth in float32). Both modes are compared with each other (dot-product test) and
-    tested for linearity in the tangent or cotangent. For order 2, every combination of modes is
-    compared with slopes of the gradient or pushforward. Complex arguments are perturbed in complex
+    Along random directions in each leaf of the arguments, forward and reverse mode are compared
+    with finite differences of f. The step sizes are between 1e-1 and 2e-7 of the leaf's magnitude
+    (3e-3 in float32). Both modes are compared with each other (dot-product test) and tested for
+    linearity in the tangent or cotangent. For order 2, every combination of modes is compared with
+    finite differences of the gradient or pushforward. Complex arguments are perturbed in complex
     directions; all inner products are Re<u, v>. The tolerances are given by
     `gradtools.testing.tolerance`. float32 products are computed in full precision during the check,
     without TF32 or bfloat16.
@@ -104,7 +105,7 @@ def check_derivatives(
             and leaf, the mode, the index, and both values.
         GradtoolsError: There is nothing to check, f supports none of the modes, f is not
             deterministic, or the arguments are not as described above.
-        Exception: An error of f itself, with a note that names f.
+        Exception: Any error that f raises, with a note that names f.
 
     Example:
         >>> import numpy as np
@@ -133,9 +134,9 @@ def check_derivatives(
 def check_context(
     caller: str, args: Any, backend: Any, order: int, modes: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Context manager for a check: highest matmul precision, and x64 in JAX for 64-bit args.
+    """Context manager that sets the highest matmul precision and, for 64-bit args, JAX's x64.
 
-    Raises if order, modes or the backend are invalid.
+    Raises an error if order, modes or the backend are invalid.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"{caller}: order is {order!r}; expected 1 or 2.")
@@ -154,10 +155,11 @@ class DerivativeCheck:
     """Compares the derivatives of one function at one point and collects the results in `report`.
 
     Attributes:
-        xs: The differentiated leaves of the arguments; vs are random cotangents of the outputs.
-        modes: The modes that f must support; None for all modes that f supports.
-        labels: The display names of modes in the report.
-        present: Whether f supports each mode that was tested.
+        xs: The differentiated leaves of the arguments. `vs` contains random cotangents of the
+            outputs.
+        modes: The modes that f must support. If None, all modes that f supports are checked.
+        labels: Maps a mode to its name in the report.
+        present: Maps each mode that was tried to whether f supports the mode.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class DerivativeCheck:
         return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
 
     def directions(self, i: int) -> Iterator[Arrays]:
-        """Yields tangents of leaf i: scaled by `scale_of` and by `size_by_entry`."""
+        """Yields two tangents of leaf i, scaled by `scale_of` and by `size_by_entry`."""
         x = self.xs[i]
         yield self.along(i, self.draw(x) * scale_of(x))
         yield self.along(i, self.draw(x) * size_by_entry(x))
@@ -237,7 +239,7 @@ class DerivativeCheck:
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
     def slope(self, us: Arrays, run: Callable[[Arrays], Arrays] | None = None) -> slopes.Slope:
-        """Estimates the slope along u of all entries of f, or of another function of the leaves."""
+        """Estimates the derivative along u of each output entry of f or, if given, of `run`."""
         compute = run or self.probe.value
         return slopes.slope(lambda t: flattened(compute(self.moved(us, t))), self.probe.eps)
 
@@ -252,7 +254,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Returns whether a mode is selected and supported by f, after a test at x."""
+        """Returns whether a mode is selected and f supports the mode, which is tested at x."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:
@@ -282,15 +284,16 @@ class DerivativeCheck:
         cause: str,
         detail: str = "",
     ) -> None:
-        """Compares two first derivatives, each a function of the leaves.
+        """Compares two first derivatives that are functions of the leaves.
 
         Args:
-            quantity: The names of both derivatives.
+            quantity: The names of both derivatives, such as "reverse | forward".
             path: The path of the leaf.
             sides: A function that returns both derivatives at the given leaves.
-            terms: The magnitude of the terms in both sums, whose rounding error is tolerated.
+            terms: The magnitude of the terms that are summed in both derivatives; their rounding
+                error is tolerated.
             cause: The cause to report if the derivatives differ.
-            detail: Advice for the report.
+            detail: Advice that is printed after the cause.
         """
         a, b = map(widened, sides(self.xs))
         unknown = a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b))
@@ -328,11 +331,12 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with finite differences and stores which entries are undecided.
 
-        There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
-        the slope, only NaN counts as wrong.
+        Entries at which f is not finite are not compared. If no step size gives an estimate, or if
+        rounding errors are as large as the estimate, the derivative counts as wrong only if it is
+        NaN.
 
-        derivative: Maps t to the derivative at x + t u. Small t reveal a kink at x, or that the
-        smallest step is too large for f.
+        derivative: Maps t to the derivative at x + t u. Derivatives at small t show whether x is at
+            a kink, or whether the smallest step size is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric
         here, mine = np.isfinite(measured.at), widened(derivative(0.0))
@@ -386,8 +390,9 @@ class DerivativeCheck:
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
 
-        A sum over outputs or entries has no bounds at kinks and does not locate errors. A failed or
-        undecided comparison is therefore repeated for each output and each entry.
+        Both sides are sums over the outputs and over the entries of leaf i. For such a sum, a kink
+        cannot be recognized and a wrong entry cannot be located. A failed or undecided comparison
+        is therefore repeated for each output and each entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())
@@ -416,7 +421,7 @@ class DerivativeCheck:
     def _products(
         self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
     ) -> tuple[Comparison, bool]:
-        """Compares Re<J^H v, u> / step with slopes; also returns whether the slopes are conclusive.
+        """Compares Re<J^H v, u> / step with slopes; also returns whether the result is conclusive.
 
         pairs: Triples of v, u and the slope of f along u; a complex entry has two triples.
         """
@@ -444,7 +449,7 @@ class DerivativeCheck:
     # --- the checks
 
     def first_order(self) -> None:
-        """Compares both modes with finite differences and each other, and checks linearity."""
+        """Compares both modes with finite differences and with each other, and checks linearity."""
         probe, vs = self.probe, self.vs
         reverse = self.has("reverse", vs)
         forward = self.has("forward", self.everywhere())
@@ -523,7 +528,7 @@ class DerivativeCheck:
             self.equal(name, path, both, terms, f"not linear in the {what}")
 
     def second_order(self) -> None:
-        """Compares every second-order mode with slopes of the gradient or the pushforward."""
+        """Compares second-order modes with finite differences of the gradient or pushforward."""
         if not self.report:
             return
         probe, vs, d, e = self.probe, self.vs, self.everywhere(by_entry=True), self.everywhere()

@@ -1,4 +1,4 @@
-"""`check_rule`: checks each part of a custom rule, then the function that the rule defines.
+"""`check_rule`: checks fwd, bwd and jvp of a custom rule, then the differentiable function.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
 x -> bwd(r(x), v) is the gradient of Re<v, f>. Second derivatives differentiate this function
@@ -51,32 +51,36 @@ def check_rule(
     *,
     seed: int = 0,
 ) -> Report:
-    """Checks a custom rule: its parts, then the function that the rule defines.
+    """Checks fwd, bwd and jvp of a custom rule, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    from an earlier call or draws random numbers is rejected. The values of fwd and jvp are compared
-    with fun's. `check_derivatives` then checks the function: bwd and jvp against slopes of fun and
-    against each other; the linearity of bwd in the cotangent and of jvp in the tangent; and every
-    mode that follows from bwd and jvp. For order 2, the derivative of each residual is compared
-    with slopes of the residual, and the error names a residual whose derivative is lost (detached,
-    or computed outside the framework). Finally, a batch of three examples under vmap is compared
-    with the single examples.
+    from an earlier call or draws random numbers is rejected. The outputs of fwd and jvp are
+    compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp are
+    compared with finite differences of fun and with each other, bwd must be linear in the
+    cotangent, jvp must be linear in the tangent, and every mode that is derived from bwd and jvp is
+    checked. For order 2, the derivative of each residual is compared with finite differences of the
+    residual, and the error names a residual whose derivative is lost (detached, or computed outside
+    the framework). Finally, a batch of three examples under vmap is compared with the single
+    examples.
 
     Args:
         rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
             functions with a native rule of PyTorch or JAX.)
-        args: As in `check_derivatives`.
-        backend: As in `check_derivatives`.
+        args: The arguments of the rule, as in `check_derivatives`.
+        backend: The backend, as in `check_derivatives`.
         order: 1 or 2.
         seed: The seed of the random directions.
 
     Returns:
-        A `Report`, as in `check_derivatives`.
+        A `Report` with one record for each comparison, as in `check_derivatives`.
 
     Raises:
-        AgreementError: The rule is wrong. The error names the part, the argument or the residual.
-        GradtoolsError: `rule` is not a custom rule, or `check_derivatives` raises this error.
-        Exception: An error of one of the rule's functions, with a note that names the function.
+        AgreementError: An output or a derivative of the rule is wrong. The error names the function
+            (fwd, bwd or jvp) and the argument or the residual.
+        GradtoolsError: `rule` is not a custom rule, or `check_derivatives` would raise this error
+            for the same arguments.
+        Exception: Any error that a function of the rule raises, with a note that names the
+            function.
 
     Example:
         >>> import numpy as np
@@ -101,7 +105,7 @@ def check_rule(
 
 
 class RuleCheck(DerivativeCheck):
-    """Compares the parts of one rule at one point and collects the results in `report`."""
+    """Checks fwd, bwd and jvp of one rule at one point and collects the results in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
@@ -198,7 +202,7 @@ class RuleCheck(DerivativeCheck):
                         cause or f"{part} computes a different function than fun"
                     )
                 self.report.comparisons.append(record)
-        for n, c in enumerate(self.report.comparisons):  # add advice on the function to correct
+        for n, c in enumerate(self.report.comparisons):  # add advice on how to correct bwd or jvp
             if not c.agrees and c.quantity.endswith("| finite differences"):
                 look = f"Check the cotangent that bwd returns for {c.path}; None means zero."
                 if c.quantity.startswith("jvp"):
@@ -211,9 +215,9 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Calls a part of the rule and raises if the call changes arrays in the given trees.
+        """Calls fwd, bwd or jvp; raises an error if the call changes an array in `trees`.
 
-        A framework shares the arrays with other operations, and calls fwd and bwd at any time.
+        In-place changes are errors because the framework shares these arrays with other operations.
         """
         before = {name: self._copied(tree) for name, tree in trees.items()}
         result = run()
@@ -221,19 +225,19 @@ class RuleCheck(DerivativeCheck):
             if path := _changed(before[name], self._copied(tree)):
                 own = path.removeprefix("[").replace("]", "", 1) if "arg" in name else path
                 raise GradtoolsError(
-                    f"{CALLER}: {part} writes {name}{own.strip()} in place, but other "
-                    "operations share this array. Make a new array (2 * x, not x.mul_(2)) or copy."
+                    f"{CALLER}: {part} writes {name}{own.strip()} in place, but other operations "
+                    "share this array. Make a new array (2 * x, not x.mul_(2)) or a copy."
                 )
         return result
 
     def _same(self, what: str, first: Any, again: Any, why: str) -> None:
-        """Raises if two calls of a part return different results."""
+        """Raises an error if two calls of bwd or jvp return different results."""
         if path := _changed(self._copied(first), self._copied(again)):
             path = path.replace("[", " ").replace("]", "") if "array" in what else path
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
 
     def _copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """Returns each leaf's path and a NumPy copy of the leaf; None if the leaf is no array."""
+        """Returns the path and a NumPy copy of each leaf; the copy of a non-array is None."""
         waist, copy = self.probe.waist, self.probe.gt.to_numpy
         arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
         return list(zip(waist.leaf_paths(tree), arrays, strict=True))
@@ -253,7 +257,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
             check.slopes_along(us, i)
-        why = "a residual's derivative is lost between the arguments and fwd's return"
+        why = "a residual's derivative is lost between the arguments and the result of fwd"
         for c in (c for c in check.report if c.quantity != "value"):
             path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
             lost = (
@@ -268,7 +272,7 @@ class RuleCheck(DerivativeCheck):
     # --- the rule as users call it
 
     def whole(self, order: int) -> None:
-        """Checks the modes that follow from the rule's parts, at first and second order."""
+        """Checks the modes that are derived from fwd, bwd and jvp, at first and second order."""
         self.modes, self.labels, done = None, {}, len(self.own) == 2
         if not done:
             self.present = {}
@@ -324,7 +328,10 @@ class RuleCheck(DerivativeCheck):
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
-    """Returns the path of the first changed array (" " if it has no path), or ""."""
+    """Returns the path of the first array that differs, or "" if no array differs.
+
+    An empty path is returned as " ".
+    """
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return path or " "

@@ -1,11 +1,11 @@
 """Finite-difference slopes of a function of one scalar variable.
 
-A check evaluates f along a line, x + t u. The slope at 0 comes from central differences at many
-steps, from a tenth of the argument's size downwards, extrapolated to step zero (Ridders, 1982). The
-estimate with the smallest difference from its neighbors in the extrapolation table is kept; the
-error is this difference plus the rounding error. If the smallest step gives a different slope, as
-for the solution of an ill-conditioned system, all steps are too large for f, and the slope is
-undecided.
+The checks evaluate a function along the line x + t u. The slope at t = 0 is computed from central
+differences with decreasing step sizes, starting at t = 0.1, which are extrapolated to step size
+zero (Ridders, 1982). The estimate with the smallest difference from its neighbors in the
+extrapolation table is returned; its error is this difference plus the rounding error. If the
+smallest step gives a different slope, as for the solution of an ill-conditioned system, all steps
+are too large for f, and the slope is undecided.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Slope(NamedTuple):
     """An estimate of f'(0).
 
     Attributes:
-        value: The slope of each entry; NaN if no step gave a slope.
-        error: A bound on the error from step sizes and rounding; inf if there is no slope.
+        value: The slope of each entry, or NaN if no step size gives a slope.
+        error: A bound on the error from step sizes and rounding, or inf if there is no slope.
         at: The value f(0); a slope exists only where f(0) is finite.
     """
 
@@ -85,5 +85,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step of a difference, unless larger steps leave f's domain."""
+    """Returns the smallest step size; smaller steps are used only near the border of f's domain."""
     return 10 * eps**0.5

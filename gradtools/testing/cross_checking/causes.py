@@ -1,14 +1,14 @@
-"""The likely causes of disagreements, for the report of `cross_check`.
+"""Finds likely causes of disagreements for the report of `cross_check`.
 
 Each disagreement is explained by the first cause that applies:
 
-1. randomness (two runs of one side differ), an argument that reaches the output on one side only;
+1. randomness (two runs of one side differ), an argument that affects the output on one side only;
 2. a gradient that one side stops, a kink near which both sides agree, NaN or infinity on one side;
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-The cause of a wrong value also explains its wrong derivatives. The detail ends with the name of the
-side whose derivative contradicts finite differences of the same side's values.
+Wrong derivatives of a wrong value are reported with the cause of the value. The detail of a
+comparison ends with the name of the side whose derivative contradicts finite differences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def explain(check: CrossCheck, report: Report) -> None:
 
     Args:
         check: The `CrossCheck` that evaluates both programs again.
-        report: The report, whose comparisons are replaced.
+        report: The report; its disagreements are replaced by copies with a cause.
     """
     causes, rows = Causes(check, report), report.comparisons
     unexplained = [n for n, c in enumerate(rows) if not c.agrees and c.cause is None]
@@ -65,7 +65,7 @@ class Causes:
         self.diverging, self.reordered = cache(self._diverging), cache(self._reordered)
 
     def of(self, c: Comparison) -> Comparison:
-        """Returns the disagreement with a cause that is inferred from the results."""
+        """Returns the disagreement with a cause that follows from the results of both sides."""
         quantity = self.check.quantities[c.quantity]
         i = quantity.paths.index(c.path)
         a, b = (side[i] for side in quantity.sides)
@@ -133,7 +133,7 @@ class Causes:
         return c.because(cause, f"{c.detail} {found.sentence}".strip())
 
     def _diverging(self) -> Relation | None:
-        """Returns the relation of the first operations that differ, and their lines."""
+        """Returns the relation of the first operations that differ, with their source lines."""
         try:
             kind, blame = RecordedRuns(self.check).blame()
         except Exception as error:  # such as a program that cannot be traced
@@ -144,14 +144,16 @@ class Causes:
         where = f"torch: {blame.torch.place}; jax: {blame.jax.place}."
         if blame.relation.startswith("stopped"):
             mine, other = self.names if "torch" in blame.relation else self.names[::-1]
-            advice = f"In {other} the gradient is not stopped: stop it, or remove {mine}'s stop."
+            advice = (
+                f"In {other} the gradient is not stopped: stop it, or do not stop it in {mine}."
+            )
             return Relation(blame.relation, f"The values agree. {where} {advice}")
         return Relation(blame.relation, f"The programs diverge in a {kind} at {where}")
 
     # --- further evaluations
 
     def _reordered(self) -> str:
-        """Finds the axis order of JAX's arguments and parameters that gives PyTorch's values."""
+        """Searches for an axis order of JAX's leaves for which JAX returns PyTorch's values."""
         check, quantity = self.check, self.check.quantities["value"]
         leaves, expected = check.leaves[1], quantity.sides[0]
         lengths = dict.fromkeys(n for x in leaves for n in x.shape)
@@ -180,7 +182,7 @@ class Causes:
         )
 
     def _at_a_kink(self, c: Comparison, i: int) -> Comparison | None:
-        """Returns the comparison with a kink as its cause, if the two sides agree nearby."""
+        """Returns the comparison with a kink as its cause, or None if the sides differ nearby."""
         check, quantity = self.check, self.check.quantities[c.quantity]
         size = _STEPS.get(tolerances.real_name(c.dtype), 0.05)
         for draw in range(2):
@@ -200,9 +202,10 @@ class Causes:
         )
 
     def _wrong_side(self, c: Comparison, i: int) -> str | None:
-        """Returns the side that contradicts the central difference while the other side agrees.
+        """Returns the name of the side that contradicts finite differences, or None if unclear.
 
-        The differences are computed from PyTorch's values or gradients, which agree with JAX's.
+        The finite differences are computed from PyTorch's values or gradients, which agree with
+        JAX's values or gradients.
         """
         check, base = self.check, self.check.quantities["gradient" if c.order == 2 else "value"]
         if not all(row.agrees for row in self.report if row.quantity == base.name):
@@ -232,11 +235,11 @@ class Causes:
         """Describes the relation of the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
-            words = "A reduction, keepdims, or broadcasting (n, 1) against (n,) on one side only."
+            words = "One side reduces, uses keepdims, or broadcasts (n, 1) against (n,)."
             return related(a, b, near=near) or Relation("another shape", words)
         for x, y, mine, other in ((a, b, *self.names), (b, a, *self.names[::-1])):
             if (np.isnan(x) & ~np.isnan(y)).any():
-                why = "A root or logarithm of a negative number, or a guard such as nan_to_num."
+                why = "Check for a root or logarithm of a negative number, or for nan_to_num."
                 if c.order and self.values_agree:
                     why = "The value is finite: 0 times infinity in a branch that `where` discards."
                 return Relation(f"NaN in {mine}", why)

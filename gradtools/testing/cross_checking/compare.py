@@ -39,14 +39,15 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    The check compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
-    Re<c, f> for every differentiated leaf, and for order 2 also a pushforward and the Hessian
-    product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
-    are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches
-    the output in one framework only is a disagreement. NaN and infinity agree only with the same
-    value at the same index. Entries that are not finite are counted as not compared, and an array
-    without a finite entry is a disagreement. Derivatives that differ only at a kink or tie, where
-    each framework has its own subgradient, are reported with the status "convention".
+    The outputs are compared in structure, shape, dtype and value. For order 1 and 2, the gradients
+    of Re<c, f> with respect to all differentiated leaves are also compared. For order 2,
+    pushforwards and the Hessian-vector products of Re<c, f>, by forward over reverse and by reverse
+    over reverse, are also compared. The cotangent c and the directions are drawn independently at
+    random; for a real scalar f, c is 1. A leaf that has a gradient in only one framework is a
+    disagreement. NaN and infinity agree only with the same value at the same index. Entries that
+    are not finite are counted as not compared, and an array without a finite entry is a
+    disagreement. Derivatives that differ only at a kink or tie, where each framework has its own
+    subgradient, are reported with the status "convention".
 
     If the results do not show the cause, both programs are recorded as in `first_divergence`, and
     the report contains the lines at which the programs diverge.
@@ -60,27 +61,29 @@ def cross_check(
         jax: A function of jax arrays, a pair ``(flax.linen module, variables)``, a ``flax.nnx`` or
             ``equinox`` module, or the triple of ``gradtools.jax.make_functional``.
         args: The positional arguments of both programs: pytrees (tuples, lists, dicts) of NumPy
-            arrays of any shape. Floating and complex leaves are differentiated, integers and
-            booleans are passed on; a Python float counts as float64; other leaves are settings.
-        order: 0 compares values. 1 also compares gradients, and costs one gradient in each
-            framework. 2 also compares pushforwards and second derivatives.
-        mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
-            from PyTorch's names to JAX's, the overrides of `match_parameters`. None pairs equal
-            names and shapes, or calls `match_parameters`.
+            arrays of any shape. Floating and complex leaves are differentiated, and a Python float
+            counts as float64. Integers, booleans and all other leaves are not differentiated.
+        order: 0 compares values. 1 also compares gradients, which requires one backward pass in
+            each framework. 2 also compares pushforwards and second derivatives.
+        mapping: Pairs the parameters if both programs are models: a `ParameterMapping`, or the
+            `overrides` of `match_parameters` (a dictionary from PyTorch's names to JAX's names). If
+            None, parameters with equal names and shapes are paired, or `match_parameters` is
+            called.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves all dtypes unchanged.
         seed: The seed of the random directions.
-        tolerance: A relative error for all quantities, instead of `tolerance(dtype, order)`.
-        raises: False returns a report that disagrees instead of raising.
+        tolerance: The relative tolerance of all quantities. By default, `tolerance(dtype, order)`
+            is used.
+        raises: Whether a disagreement raises an error. If False, the report is returned.
 
     Returns:
-        A `Report`, true if everything agrees. ``print(report)`` shows the table.
+        A `Report`, which is true if everything agrees. ``print(report)`` prints a table.
 
     Raises:
         AgreementError: The programs disagree; the error's ``report`` contains values and likely
             causes.
-        GradtoolsError: An argument of cross_check itself is wrong, or the parameters of the two
-            models cannot be matched.
+        GradtoolsError: An argument of cross_check is invalid, or the parameters of the two models
+            cannot be matched.
 
     Example:
         >>> import numpy as np, torch, jax.numpy as jnp

@@ -24,7 +24,8 @@ class Pairing:
     """Maps each JAX parameter to the corresponding PyTorch parameter.
 
     Attributes:
-        paths: The names of JAX's parameters, in order; empty if nothing is paired.
+        paths: The names of JAX's parameters, in order. The list is empty if no parameters are
+            paired.
         names: The names of PyTorch's parameters, in order.
         pairs: For each JAX parameter, the mapping entry that converts PyTorch's array to this
             parameter.
@@ -39,10 +40,11 @@ class Pairing:
     def in_jax_layout(
         self, arrays: Sequence[np.ndarray | None], gradients: bool = False
     ) -> list[np.ndarray | None]:
-        """Converts one array per PyTorch parameter to JAX's parameters; None stays None.
+        """Converts one array per PyTorch parameter to one array per JAX parameter.
 
-        gradients: Whether the arrays are gradients. If the sum of two parameters is one
-            parameter in JAX, both have the same gradient, and values or directions are added.
+        gradients: Whether the arrays are gradients. If a JAX parameter is the sum of two PyTorch
+            parameters, their values or directions are added, but their gradients, which are equal,
+            are not added.
         """
         known = dict(zip(self.names, arrays, strict=True))
         convert = lambda e: e.layout.to_jax(known[e.torch_name]) if gradients else e.to_jax(known)
@@ -50,12 +52,12 @@ class Pairing:
 
 
 def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Pairing:
-    """Pairs the parameters of two sides; unpaired parameters become constant.
+    """Pairs the parameters of two programs; unpaired parameters are treated as constants.
 
-    partial: Whether a parameter of the JAX model may lack a counterpart.
+    partial: Whether parameters of the JAX model may remain unpaired.
 
     Raises:
-        GradtoolsError: A parameter of the JAX model has no counterpart of its shape.
+        GradtoolsError: A parameter of the JAX model has no PyTorch parameter of a matching shape.
     """
     without = [side for side in (first, second) if not side.params]
     if without and mapping is not None:

@@ -1,8 +1,9 @@
 """Context manager that computes float32 matrix products in full precision.
 
-Accelerators multiply float32 matrices in reduced precision if settings allow this: TF32 has 11 and
-bfloat16 has 8 of float32's 24 significand bits. Correct derivatives in float32 would then differ,
-so the checks run at the highest precision and restore the settings afterwards.
+Depending on the settings, accelerators multiply float32 matrices in TF32 or bfloat16: float32 has
+24 significand bits, TF32 has 11 and bfloat16 has 8. With reduced precision, correct float32
+derivatives differ between the frameworks, so the checks run at the highest precision and restore
+the settings afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
     """Context manager in which the given frameworks compute float32 products in full precision.
 
     Args:
-        backends: Any of "torch" and "jax".
+        backends: The names of the frameworks: "torch", "jax" or both.
     """
     with ExitStack() as inside:
         if "jax" in backends:
@@ -53,11 +54,11 @@ def _put(wanted: dict[str, Any]) -> None:
 
 @cache
 def settings_of_torch() -> dict[str, Setting]:
-    """Returns PyTorch's settings for reduced precision in float32 products, in setting order.
+    """Returns PyTorch's precision settings for float32 products, in the order of application.
 
-    Two older settings, for matrices and for cuDNN, overwrite the newer settings (by library and
-    operation), so these two are first. A setting that contradicts the newer settings cannot be read
-    and is None.
+    The two older settings, for matrix products and for cuDNN, are first because they overwrite the
+    newer settings for each library and operation. If an older setting contradicts the newer
+    settings, reading the older setting raises an error; its value is then None.
     """
     import torch
 
@@ -72,9 +73,10 @@ def settings_of_torch() -> dict[str, Setting]:
 
 
 def _attribute(holder: Any, name: str) -> Setting:
-    """Returns the setting of a property, bypassing `torch.backends.disable_global_flags`.
+    """Returns the getter and setter of a property, also if an assignment to it raises an error.
 
-    (`torch.testing._internal` calls this function, after which assigning to the property raises.)
+    `torch.testing._internal` calls `torch.backends.disable_global_flags`, after which an assignment
+    to the property raises an error.
     """
     flag = vars(type(holder)).get(name)
     if flag is None:

@@ -1,7 +1,8 @@
 """`CrossCheck`: the values and derivatives that `cross_check` compares, in JAX's layout.
 
-A `CrossCheck` evaluates quantities of two sides at one point, compares them, and distinguishes
-rounding from disagreement. `causes.py` also evaluates the quantities at nearby points.
+A `CrossCheck` evaluates the values and derivatives of two programs at one point, compares the
+results, and distinguishes rounding errors from disagreements. `causes.py` also evaluates the
+quantities at nearby points.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _COPY = (
     "match_parameters(torch_model, jax_model), jax_model = mapping.into(jax_model), "
     "cross_check(..., mapping=mapping)."
 )
-Leaves = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
+Leaves = list[np.ndarray | None]  # one array for each leaf, or None if it is not connected
 
 
 @dataclass
@@ -56,9 +57,11 @@ class Quantity:
     Attributes:
         name: The name in the report.
         order: The order of the derivative.
-        compute: `(side's number, leaves) -> one array for each path`, None where not connected.
-        paths: The paths of the result's leaves.
-        of_leaves: Whether the result has one array for each differentiated leaf.
+        compute: `compute(k, leaves)` returns one array for each path on side k (0 is PyTorch, 1 is
+            JAX). An array is None if the output does not depend on the leaf.
+        paths: The paths of the arrays, such as "argument 0" or "output".
+        of_leaves: Whether there is one array for each differentiated leaf, rather than for each
+            output.
         sides: The results of both sides, in JAX's layout.
     """
 
@@ -82,7 +85,7 @@ def crossed(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> Iterator[CrossCheck]:
-    """Cross-checks two programs, with 64-bit types enabled if an array has such a type."""
+    """Yields a `CrossCheck` of two programs, with x64 enabled in JAX if an array has 64 bits."""
     if not isinstance(args, tuple | list):
         raise GradtoolsError(
             f"{caller}: args must be a tuple with one entry for each argument, got a "
@@ -97,7 +100,7 @@ def crossed(
     wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
     with in_double_precision(wide):
         sides = first, Side(caller, "jax", jax, dtype)
-        partial = caller == "first_divergence"  # the operator reports a missing parameter
+        partial = caller == "first_divergence"  # first_divergence reports missing parameters
         pairing = pair_parameters(caller, *sides, mapping, partial)
         yield CrossCheck(caller, sides, inputs, pairing, seed, tolerance)
 
@@ -108,7 +111,7 @@ class CrossCheck:
     Attributes:
         caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
-        leaves: The differentiated leaves of each side, parameters first, in its own layout.
+        leaves: The differentiated leaves of each side in the layout of that side, parameters first.
         paths: The names of the leaves.
         quantities: The compared quantities, by name.
         outputs: The outputs of both sides.
@@ -140,7 +143,7 @@ class CrossCheck:
     # --- the comparison
 
     def run(self, order: int, report: Report) -> None:
-        """Returns the report of all comparisons, without causes."""
+        """Adds all comparisons to the report, without causes."""
         report.notes += self.pairing.notes
         report.comparisons += self.parameters()
         if not report:
@@ -249,7 +252,7 @@ class CrossCheck:
         report.comparisons.append(c.because(cause, "; ".join(reasons)))
 
     def _compare(self, quantity: Quantity, sides: Sequence[Leaves], report: Report) -> None:
-        """Compares the leaves of one quantity; differences within rounding error agree."""
+        """Compares the arrays of one quantity; rounding errors count as agreement."""
         self.quantities[quantity.name], quantity.sides = quantity, sides
         name, order = quantity.name, quantity.order
         for i, (path, a, b) in enumerate(zip(quantity.paths, *sides, strict=True)):
@@ -278,7 +281,7 @@ class CrossCheck:
     # --- evaluation
 
     def evaluate(self, quantity: Quantity, k: int, leaves: Arrays) -> Leaves:
-        """Returns one side's result in JAX's layout.
+        """Returns the arrays of a quantity on side k, in JAX's layout.
 
         Deprecation warnings of the frameworks' own code are ignored, in case the program turns
         warnings into errors.
@@ -291,7 +294,7 @@ class CrossCheck:
         return self.in_jax_layout(result, gradients=True) if own else list(result)
 
     def evaluated_nearby(self, quantity: Quantity, k: int, leaves: Arrays) -> Arrays:
-        """Returns one side's result at another point; NaN if the program raises there."""
+        """Evaluates a quantity at other leaves; returns NaN if the program raises an error."""
         found: Leaves
         try:
             found = self.evaluate(quantity, k, leaves)
@@ -316,9 +319,10 @@ class CrossCheck:
         return [*self.pairing.in_jax_layout(leaves[:count], gradients), *leaves[count:]]
 
     def directions(self, purpose: Any, size: float | None = None) -> list[Arrays]:
-        """Draws one random direction; returns it in each side's layout.
+        """Returns one random direction, in the layout of each side.
 
-        size: The length relative to the largest entry of each leaf; by default an entry is about 1.
+        size: The standard deviation of the entries, relative to the largest entry of each leaf. By
+            default, the standard deviation is 1.
         """
         drawn = [self._draw(purpose, i, x) for i, x in enumerate(self.leaves[0])]
         if size is not None:
@@ -328,7 +332,7 @@ class CrossCheck:
         return [drawn, [d if size else d.astype(x.dtype) for d, x in theirs]]
 
     def nearby(self, purpose: Any, size: float) -> list[Arrays]:
-        """Moves the leaves of both sides along a random direction."""
+        """Returns the leaves of both sides after a move along a random direction."""
         pairs = zip(self.leaves, self.directions(purpose, size), strict=True)
         return [
             [np.asarray(widened(x) + d).astype(x.dtype) for x, d in zip(xs, ds, strict=True)]
@@ -343,7 +347,7 @@ class CrossCheck:
         return np.asarray(drawn).astype(like.dtype)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axis lengths and sizes of all leaves and outputs, by name."""
+        """Returns the axis lengths of the leaves and the sizes of leaves and outputs, by name."""
         result: dict[str, int] = {}
         pairs = zip(self.paths, self.leaves[1], strict=True)
         for path, x in sorted(pairs, key=lambda pair: not pair[0].startswith("argument")):

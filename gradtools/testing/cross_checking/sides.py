@@ -1,7 +1,7 @@
 """`Side`: a program in one framework, with values and derivatives as NumPy arrays.
 
-A `Side` wraps a function, a module or a functionalized triple, so `cross_check` is independent of
-the framework. Both sides take the same `Inputs`.
+A `Side` wraps a function, a module or the triple of `make_functional`, so `cross_check` is
+independent of the framework. Both sides take the same `Inputs`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        params: The program's parameters in NumPy, by path; empty for a function.
-        constant: The paths of parameters that the other side does not have.
+        params: The program's parameters in NumPy, by path. A function has no parameters.
+        constant: The paths of parameters that the other program does not have.
     """
 
     def __init__(self, caller: str, name: str, subject: Any, dtype: str | None = None) -> None:
@@ -47,14 +47,14 @@ class Side(FlatFunction):
         self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
-        """Converts x to the framework, on the device of the program's parameters."""
+        """Converts x to an array of the framework, on the device of the program's parameters."""
         x = np.asarray(x)
         if self.name == "jax":
             return self.gt.asarray(x.astype(narrowed(x.dtype.name)))
         return self.gt.asarray(x).to(self._own[0].device if self._own else None)
 
     def bound(self, inputs: Inputs, differentiated: Mapping[str, Any]) -> Callable[..., Any]:
-        """Returns the program as a function of its parameters and the differentiated inputs."""
+        """Returns the program as a function of the differentiated parameters and inputs."""
         is_array = lambda x: isinstance(x, np.ndarray | np.generic)
         given = [self.array(x) if is_array(x) else x for x in inputs.leaves]
         own = [*map(self.array, self.params.values())]
@@ -79,18 +79,18 @@ class Side(FlatFunction):
         return {path: x for path, x in self.numbers.items() if path not in self.constant}
 
     def named_arrays(self, out: Any) -> dict[str, Any]:
-        """Returns the arrays of an output by path."""
+        """Returns a dictionary from paths to the arrays of an output."""
         pairs = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
         return {normal(path): x for path, x in pairs if self.waist.is_array(x)}
 
     def output(self, leaves: Arrays) -> Output:
-        """Returns all arrays and numbers of the output."""
+        """Returns all arrays and numbers of the output as NumPy arrays by path."""
         out = self.run(lambda xs: self.program(*xs), leaves)
         paths = map(normal, self.waist.leaf_paths(out))
         return dict(zip(paths, self.numpy(self.waist.flatten(out)[0]), strict=True))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
-        """Returns J^H c for each leaf; None for a leaf that does not reach the output."""
+        """Returns J^H c for each leaf, or None if the output does not depend on the leaf."""
 
         def pulled(xs: Any, cts: Any) -> Any:
             fun: Any = lambda *xs: (self.flat(*xs), [])
@@ -103,14 +103,15 @@ class Side(FlatFunction):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of both programs: NumPy arrays, some of them differentiated, and settings.
+    """The flattened arguments of both programs.
 
     Attributes:
         trees: PyTorch's backend, which flattened the arguments.
         treedef: The treedef of the argument tuple.
-        leaves: The leaves: arrays, and settings that are passed on unchanged.
+        leaves: The leaves of the arguments: NumPy arrays, and other values that are passed on
+            unchanged.
         names: Maps the index of each differentiated leaf to its path, such as "argument 0[x]".
-        integers: A description of the arrays that have no derivative.
+        integers: A text for messages that names the integer and boolean arrays.
     """
 
     trees: Any
@@ -152,7 +153,7 @@ class Inputs:
         return {name: self.leaves[i] for i, name in self.names.items()}
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
-        """Builds the arguments from the given leaves, with `moving` for differentiated leaves."""
+        """Builds the arguments from `leaves`; `moving` yields the differentiated leaves."""
         full = [next(moving) if i in self.names else x for i, x in enumerate(leaves)]
         return self.trees.unflatten(self.treedef, full)  # type: ignore[no-any-return]
 
@@ -196,7 +197,7 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
 
 
 def library(x: Any) -> str | None:
-    """Returns the library of a module; None if x is not a module."""
+    """Returns the name of a module's library, or None if x is not a module."""
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(x, linen.Module):
         return "flax.linen"
@@ -218,7 +219,7 @@ def in_double_precision(wanted: bool) -> Iterator[None]:
 
 
 def narrowed(dtype: str) -> str:
-    """Returns the 32-bit integer dtype that JAX substitutes for 64 bits without x64."""
+    """Returns JAX's dtype for an integer dtype; without x64, 64 bits become 32 bits."""
     import jax
 
     wide = jax.config.read("jax_enable_x64")

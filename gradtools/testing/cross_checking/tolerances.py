@@ -4,10 +4,10 @@ The error of an array is relative to its own largest entry,
 
     error = max |a - b| / max(|a|, |b|)
 
-and an array agrees when its error is at most `tolerance(dtype, order)`. No tolerance grows with the
+and an array agrees if its error is at most `tolerance(dtype, order)`. No tolerance grows with the
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order 0
-is a value, order 1 a gradient, a vjp or a jvp, and order 2 a Hessian product. Finite differences
-have a separate column, because extrapolation keeps about half of the digits.
+is used for values, order 1 for gradients, vjps and jvps, and order 2 for Hessian products. Finite
+differences have a separate column, because extrapolation keeps about half of the digits.
 
 The table does not depend on the device: `precision.py` turns TF32 and bfloat16 matrix products off
 during a comparison.
@@ -41,7 +41,8 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         order: The number of derivatives that were taken: 0, 1 or 2.
 
     Returns:
-        The relative error, a Python float; 0.0 for integers and booleans, which must be equal.
+        The relative error as a Python float. Integers and booleans must be equal, so their
+        tolerance is 0.0.
 
     Raises:
         GradtoolsError: The tolerance table has no row for the dtype or no column for the order.
@@ -60,12 +61,12 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         return 0.0
     raise GradtoolsError(
         f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
-        "and the corresponding complex dtypes. Pass a tolerance of your own."
+        "and the corresponding complex dtypes. Pass a tolerance explicitly."
     )
 
 
 def epsilon(dtype: Any) -> float:
-    """Returns the machine epsilon of a dtype; 0.0 for integers and booleans."""
+    """Returns the machine epsilon of a dtype, which is 0.0 for integers and booleans."""
     return EPSILONS.get(real_name(dtype), 0.0)
 
 

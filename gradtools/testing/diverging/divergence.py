@@ -1,10 +1,10 @@
 """`first_divergence`: the first pair of operations at which a port diverges from the original.
 
-Both programs run once on the same arguments, with every intermediate value recorded, and once
-backward from one random cotangent c. Equal values are matched in any layout. If an output
-differs, the first operations whose values have no counterpart are reported. If a gradient of
-Re<c, out> differs, the operations that use the last common value with unequal cotangents are
-reported.
+Both programs run forward once on the same arguments, and every intermediate value is recorded. One
+backward pass from a random cotangent c follows. Equal values of both runs are paired, whatever
+their layouts. If an output differs, the first operations whose values have no counterpart are
+reported. If a gradient of Re<c, out> differs, the operations that use the last common value with
+unequal cotangents are reported.
 
 The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
 "Matching execution histories of program versions", 2005), applied to cotangents as well.
@@ -37,8 +37,8 @@ class Divergence(Report):
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients differ, "parameter"
             if a parameter of the port differs from PyTorch's, "not finite" if an output has no
             finite entry on either side.
-        torch: The operation in PyTorch at which the programs diverge; None if the programs agree.
-        jax: The operation in JAX.
+        torch: The operation in PyTorch at which the programs diverge, or None if they agree.
+        jax: The operation in JAX at which the programs diverge.
         last_torch: The last common value from which both operations are computed, in PyTorch.
         last_jax: The last common value in JAX.
         relation: The relation of the two values or cotangents, in a few words.
@@ -52,7 +52,7 @@ class Divergence(Report):
     relation: str = ""
 
     def explanation(self) -> str:
-        """Explains the divergence in a few lines; empty if the programs agree."""
+        """Returns a few lines that explain the divergence, or "" if the programs agree."""
         if not self.relation:
             return ""
         lines = [f"The programs diverge in a {self.kind}: {self.relation}"]
@@ -87,19 +87,20 @@ def first_divergence(
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).
-            Alternatively a function, or the triple `(apply, params, state)` of `make_functional`.
+            A function or the triple `(apply, params, state)` of `make_functional` is also accepted.
         jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
-            `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
+            `jax.vmap` of an equinox module, the triple of `make_functional`, or a function of JAX
+            arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
             and dtype. Other leaves are passed unchanged.
-        mapping: The pairs of the models' parameters, as in `cross_check`; None pairs them by name
-            and shape.
+        mapping: The pairs of the models' parameters, as in `cross_check`. If None, the parameters
+            are paired by name and shape.
         dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
-            By default float64 if `torch` is a module, and unchanged otherwise.
+            By default, the precision is float64 if `torch` is a module, and is unchanged otherwise.
         seed: The seed of the random cotangent.
 
     Returns:
-        A `Divergence`, true if nothing differs; ``str()`` explains the difference.
+        A `Divergence`, which is true if nothing differs. Printing the report shows an explanation.
 
     Raises:
         GradtoolsError: An argument is an array of one framework, the parameters of the two models

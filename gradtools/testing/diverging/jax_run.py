@@ -27,7 +27,7 @@ from gradtools.testing.diverging.runs import Place, Run, Step
 
 
 def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
-    """Runs a program forward; see `run_in_torch`."""
+    """Records a forward run in JAX; the arguments are as in `run_in_torch`."""
     paths: list[str] = []
 
     def flat(arrays: Sequence[Any]) -> list[Any]:

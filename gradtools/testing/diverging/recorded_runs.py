@@ -65,7 +65,8 @@ class RecordedRuns:
         torch: The run in PyTorch.
         jax: The run in JAX.
         outputs: The pairs of outputs.
-        classes: The values that occur in both runs, by `Step.entries`.
+        classes: Maps each index in `Step.entries` to the steps of PyTorch and of JAX with these
+            entries.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
         notes: Notes for a report.
     """
@@ -109,7 +110,7 @@ class RecordedRuns:
             self._compare_gradients()
 
     def _recorded(self, side: Side) -> Run:
-        """Returns a side's run, in which all of its parameters are differentiated."""
+        """Records the run of one side, in which all parameters are differentiated."""
         inputs = self.check.inputs
         leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
         record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
@@ -163,7 +164,7 @@ class RecordedRuns:
         return Blame(a, b, last, self._relation(ours, theirs))
 
     def _relation(self, ours: Steps, theirs: Steps) -> str:
-        """Describes in a few words how the values that two lines compute are related."""
+        """Describes in a few words how the values of two source lines are related."""
         a, b = ours[0], theirs[0]
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
@@ -232,14 +233,14 @@ def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """Returns a sort key: pairs with common operands, then pairs that run early, are largest."""
+    """Returns a sort key, which is largest for early operations with common operands."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number
 
 
 def _differing(ends: Sequence[Step]) -> Steps:
-    """Returns, in order, the steps from values common to both runs to differing outputs."""
+    """Returns, in order, the steps between the common values of both runs and `ends`."""
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]
@@ -248,7 +249,7 @@ def _differing(ends: Sequence[Step]) -> Steps:
 
 
 def _first(steps: Steps) -> Steps:
-    """Returns the steps that depend on none of the other steps."""
+    """Returns the steps that do not depend on any other of the given steps."""
     inside = {id(s) for s in steps}
     above = lambda s: ancestors(s.parents, stop=_is_known)
     return [s for s in steps if not any(id(p) in inside for p in above(s))]
@@ -259,7 +260,7 @@ def _is_known(s: Step) -> bool:
 
 
 def _simple(x: Step, y: Step, sizes: dict[str, int]) -> str | None:
-    """Returns a relation of two values: a layout, a conjugate, a sign, a factor or a mask."""
+    """Returns a relation of two values, such as a layout, a sign or a factor, or None."""
     a, b = x.value, y.value
     is_weak = a.size > 1 and a.dtype.kind != "b" and STRONG not in (strength(a), strength(b))
     if a.size != b.size or is_weak:
@@ -273,6 +274,6 @@ def _operands(s: Step) -> Steps:
 
 
 def common_operands(s: Step) -> Steps:
-    """Returns the common values that a step reads directly."""
+    """Returns the last values before a step that occur in both runs."""
     every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
     return [p for p in every if p.entries >= 0]

@@ -1,8 +1,9 @@
 """Recorded runs, and the values that two runs have in common.
 
 A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values
-count as equal if they agree after a permutation of axes or a reshape. Candidates are found by sums
-of powers of the absolute values, which do not depend on the order of the entries.
+count as equal if they agree after a permutation of axes or a reshape. Candidates for equal values
+are found by comparing sums of powers of the absolute values, which do not depend on the order of
+the entries.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Place:
     Attributes:
         operation: The framework's name of the operation; for a leaf the name of the argument or
             parameter.
-        lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
-            `function` and `text`.
-        layer: The path of the module that ran; empty if unknown.
-        iteration: The iterations of the enclosing loops, outermost first.
+        lines: The source lines of the user's call chain, innermost first; each line has the
+            attributes `file`, `line`, `function` and `text`.
+        layer: The path of the module that ran, or "" if it is unknown.
+        iteration: The iteration indices of the enclosing loops, outermost first.
     """
 
     operation: str
@@ -47,7 +48,7 @@ class Place:
 
     @property
     def line(self) -> Source | None:
-        """The innermost line of the user's code; None for an operation inside a library."""
+        """The innermost line of the user's code, or None if there is no such line."""
         return self.lines[0] if self.lines else None
 
     def __str__(self) -> str:
@@ -68,12 +69,15 @@ class Step:
         place: The operation that returned the value.
         value: The value as a NumPy array; 16-bit floating dtypes are widened.
         parents: The steps of the operation's operands.
-        children: The steps that use the value.
-        leaf: The name of an argument or parameter, or "captured".
+        children: The steps of the operations that take the value as an operand.
+        leaf: The name of an argument or parameter, "captured" for a captured array, or ""
+            otherwise.
         tracked: Whether the cotangent of the value is recorded.
-        cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
+        cotangent: The gradient of Re<c, outputs> at the value, or None if it is zero or not
+            tracked.
         number: The index of the step in the run.
-        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
+        accuracy: The relative error that rounding may cause, given the coarsest dtype of the value
+            and its ancestors.
         moving: Whether the value depends on a leaf.
         entries: The index of the group of values with the same entries in both runs; -1 if the
             other run has no value with these entries.
@@ -104,9 +108,10 @@ class Run:
     """The recorded run of one program.
 
     Attributes:
-        steps: The steps in order.
+        steps: The steps in the order of execution.
         outputs: The steps of the outputs by path.
-        pull: Sets the cotangents of the steps, given NumPy cotangents of the outputs by path.
+        pull: A function that sets the cotangents of all steps, given NumPy cotangents of the
+            outputs by path.
     """
 
     steps: list[Step]
@@ -144,7 +149,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates how unlikely accidental equality with x is: NONE, WEAK or STRONG."""
+    """Rates as NONE, WEAK or STRONG how unlikely an accidental equality with x is."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -157,7 +162,7 @@ def strength(x: np.ndarray) -> int:
 
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
-    """Returns the layout's name and the converted a if a equals b in a layout, else None."""
+    """Returns the name and the conversion of a layout in which a equals b, or None."""
     every = layouts(a, b.shape)
     return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
@@ -172,13 +177,13 @@ def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
 
 
 def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
-    """Returns the layout in which the value of step a equals the value of step b."""
+    """Returns the layout in which two steps have equal values, or None."""
     alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
     return aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
 
 
 def accuracy_of(a: Step, b: Step) -> float:
-    """Returns the finer side's accuracy: a coarser dtype on one side counts as a difference."""
+    """Returns the accuracy of the finer dtype, so that a coarser dtype counts as a difference."""
     return max(min(a.accuracy, b.accuracy), 1e-9)
 
 
@@ -189,7 +194,7 @@ def match(
 
     If one side reshapes where the other side transposes, the reshaped array has the entries of a
     common value in a different order. The reshaped array equals a value of another shape, but no
-    value of its own shape, and is not common.
+    value of its own shape, and is therefore not marked as common.
 
     Args:
         torch: The run in PyTorch.
@@ -197,7 +202,8 @@ def match(
         named: Pairs of corresponding leaves, which are common even if the values are constant.
 
     Returns:
-        Maps each index in `Step.entries` to the steps of PyTorch and of JAX with these entries.
+        A dictionary from each index in `Step.entries` to the steps of PyTorch and of JAX with these
+        entries.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

@@ -23,12 +23,12 @@ from gradtools.torch.arrays import to_numpy
 
 
 def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
-    """Runs a program forward.
+    """Records a forward run in PyTorch.
 
     Args:
         side: The side to which the program belongs.
         program: A function of the leaves in PyTorch.
-        leaves: The arrays by name, which are all differentiated.
+        leaves: The arguments and parameters by name, all of which are differentiated.
     """
     arrays = side.arrays([*leaves.values()])
     with recording_run("first_divergence: a program", lambda xs: program(*xs), arrays) as undo:

@@ -1,6 +1,6 @@
-"""`ParameterMapping`: pairs of parameters of a torch.nn model and its JAX port, and conversions.
+"""`ParameterMapping`: the pairs of parameters of a torch.nn model and its JAX port.
 
-Each pair defines a linear map, which also converts gradients and tangents.
+The linear map of each pair converts arrays, gradients and tangents from PyTorch to JAX.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a PyTorch array in JAX: axes permuted, some reversed, then reshaped.
+    """Converts a PyTorch array to JAX by permuting, reversing and reshaping its axes.
 
     Attributes:
-        name: A short name.
-        axes: The permutation; None for the identity.
-        reversed_axes: The permuted axes that are reversed.
-        shape: The shape in JAX; None if the permutation determines it.
-        rows: The range of rows of PyTorch's array; None for all rows.
+        name: A short name for messages, such as "linear".
+        axes: The permutation of the axes. If None, the axes are not permuted.
+        reversed_axes: The axes that are reversed after the permutation.
+        shape: The shape to which the array is finally reshaped. If None, the array is not reshaped.
+        rows: The range (start, stop) of rows of PyTorch's array that are converted. If None, all
+            rows are converted.
     """
 
     name: str
@@ -55,8 +56,8 @@ class ParameterPair:
     """A pair of parameters: PyTorch's name, JAX's path, the layout, and PyTorch's shape.
 
     `added` names a second parameter of PyTorch, of the same shape, whose rows `added_rows` are
-    added to the first: a recurrent layer has two biases in PyTorch and their sum in JAX. Both
-    parameters have the gradient of the sum.
+    added to the first: a recurrent layer has two biases in PyTorch and their sum in JAX. The
+    gradient of the sum is the gradient of both parameters.
     """
 
     torch_name: str
@@ -67,7 +68,7 @@ class ParameterPair:
     added_rows: tuple[int, int] = (0, 0)
 
     def to_jax(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Builds the JAX parameter from PyTorch's parameters by name."""
+        """Builds the JAX parameter from a dictionary of PyTorch's parameters."""
         x = arrays[self.torch_name]
         if self.added:
             x, rows = x.copy(), slice(*self.added_rows)
@@ -86,7 +87,7 @@ class ParameterMapping:
     Attributes:
         entries: The pairs of parameters.
         left_out: Parameters and buffers without a counterpart, with reasons.
-        notes: Pairs that were matched by order rather than by name.
+        notes: Notes on pairs that were matched by order rather than by name.
         source: The PyTorch arrays from which the mapping was made.
     """
 
@@ -100,15 +101,15 @@ class ParameterMapping:
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
-                state_dict or gradients by name; names of this mapping that are missing from the
-                argument are absent from the result.
+                state_dict or gradients by name; names that are missing in the argument are also
+                missing in the result.
 
         Returns:
             Nested dictionaries of NumPy arrays with the structure of the JAX parameters:
             flax.linen's new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: A name or a shape in `params` does not belong to this mapping.
+            GradtoolsError: A name or a shape in `torch_params` does not belong to this mapping.
         """
         arrays = read_torch(torch_params)
         if unknown := [name for name in arrays if name not in self.source]:

@@ -16,7 +16,7 @@ The libraries store the same numbers under different names and in different axis
                            bias_ih + bias_hh              one bias
     weight normalization   norm (out, 1), direction       scale (out), kernel
 
-`match_parameters` pairs by name and shape and lists the unpaired arrays.
+`match_parameters` pairs the parameters by name and shape, and lists unpaired arrays.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def match_parameters(
         overrides: Pairs that take precedence over pairing by name. The keys are PyTorch's names of
             modules or arrays. A value is the name in JAX (its parts joined by "." or "/"), a pair
             of this name and a `Layout` or a permutation of the axes, or None to omit the array.
-        partial: True returns the pairs that were found and lists unpaired arrays in `left_out`.
+        partial: If True, unpaired arrays are listed in `left_out` and do not raise an error.
 
     Returns:
-        A `ParameterMapping`, with `to_jax` and `into`.
+        A `ParameterMapping`, whose methods `to_jax` and `into` convert the parameters.
 
     Raises:
         GradtoolsError: A parameter has no counterpart, or a name in overrides is unknown.
@@ -123,7 +123,7 @@ class _Matching:
     Attributes:
         torch: PyTorch's unpaired arrays by name.
         jax: JAX's unpaired arrays by path.
-        renamed: Modules of PyTorch that the overrides rename.
+        renamed: Maps names of PyTorch modules to their names in the overrides.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class _Matching:
         return True
 
     def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
-        """Returns the pairs of two modules' arrays; empty if a parameter cannot be paired."""
+        """Returns the pairs of two modules' arrays, or [] if a parameter cannot be paired."""
         ours, theirs = self.ours[module], self.theirs[jax_module]
         if "weight_hh" in ours:
             pairs = cell_pairs(ours, theirs)
@@ -265,7 +265,7 @@ class _Matching:
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _spelled(self, module: str) -> tuple[str, ...]:
-        """Returns PyTorch's module path, renamed by the overrides."""
+        """Returns the path of a PyTorch module, renamed by the overrides."""
         for prefix in sorted(self.renamed, key=len, reverse=True):
             if module == prefix or module.startswith(f"{prefix}."):
                 module = self.renamed[prefix] + module[len(prefix) :]
@@ -285,7 +285,7 @@ class Part(NamedTuple):
 
 
 def _role(module: str, leaves: Mapping[str, Part]) -> str:
-    """Returns "query", "key" or "value" for a part of a joint matrix; "" for other modules."""
+    """Returns "query", "key" or "value" if the module is part of a joint matrix, else ""."""
     return module.rpartition(".")[2] if any(part.rows for part in leaves.values()) else ""
 
 
@@ -297,7 +297,8 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
     """Groups PyTorch's arrays by module and leaf.
 
     A joint matrix of query, key and value is split into three modules. Each cell of a recurrent
-    layer is a module. A normalized weight has the leaves "weight" (directions) and "weight_g".
+    layer is a module. A layer with weight normalization has the leaves "weight" (the direction) and
+    "weight_g" (the norm).
     """
     modules: Modules = {}
     for name, x in arrays.items():
@@ -324,8 +325,9 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
 def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
     """Groups JAX's arrays by module and leaf.
 
-    The norms of a normalized weight are stored in the leaf "g". If PyTorch's model has a recurrent
-    cell, modules that are named like gates become leaves of their cell, such as "hf.kernel".
+    The norm of a layer with weight normalization is stored in the leaf "g". If PyTorch's model has
+    a recurrent cell, modules that are named like gates become leaves of their cell, such as
+    "hf.kernel".
     """
     modules: JaxModules = {}
     has_cells = any("weight_hh" in leaves for leaves in ours.values())

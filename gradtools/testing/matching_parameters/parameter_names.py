@@ -17,7 +17,7 @@ _COLLECTIONS = ("params", "batch_stats")
 
 
 def read_torch(params: Any) -> dict[str, np.ndarray]:
-    """Reads the NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
+    """Converts a module, a state_dict or a dictionary of arrays to NumPy arrays by name."""
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
@@ -29,7 +29,7 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """Reads the NumPy arrays of linen variables, nnx or equinox modules, or dicts, by path."""
+    """Converts linen variables, nnx or equinox modules, or dicts to NumPy arrays by path."""
     import jax
 
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
@@ -52,7 +52,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
 
 
 def path_of(keys: Sequence[Any]) -> Path:
-    """Converts JAX's key path to names, indices and keys, without an nnx `value`."""
+    """Converts JAX's key path to names, indices and keys, without the last `value` of nnx."""
     values = lambda key: (getattr(key, name, None) for name in ("name", "idx", "key"))
     path = tuple(next(v for v in values(key) if v is not None) for key in keys)
     return path[:-1] if path[-1:] == ("value",) else path
@@ -66,7 +66,7 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def without_collection(path: Sequence[Any]) -> Path:
-    """Removes flax's collection from a path."""
+    """Removes the name of a flax collection, such as "params", from a path."""
     return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
 
 
@@ -84,10 +84,10 @@ def natural_key(path: Path) -> list[tuple[int, Any]]:
 
 
 def joined(path: Sequence[Any]) -> str:
-    """Formats a path as text."""
+    """Joins the parts of a path by "."."""
     return ".".join(map(str, path))
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """Returns the parts of a module's name, joined by "." or "/"."""
+    """Splits a module's name at each "." or "/"."""
     return tuple(name.replace("/", ".").split(".")) if name else ()

@@ -19,13 +19,13 @@ _GATES = {4: "ifgo", 3: "rzn"}
 
 
 def leaf_of_cell(name: str) -> tuple[str, str] | None:
-    """Splits the name of a PyTorch cell's parameter into leaf and suffix ("_l0_reverse")."""
+    """Splits the name of a PyTorch cell's parameter into a leaf and a suffix ("_l0_reverse")."""
     found = re.fullmatch(r"((?:weight|bias)_[ih]h)(_l\d+\w*)?", name)
     return None if found is None else (found[1], found[2] or "")
 
 
 def gate_of(name: Any = "") -> str | None:
-    """Returns the side and the gate in a flax name: "hf", or "h" for all gates."""
+    """Returns the side (input or hidden) and gate in a flax name: "hf", or "h" for all gates."""
     found = re.fullmatch(r"(?:dense_)?([ih][ifgorzn]?)_?", str(name))
     return found and found[1]
 
@@ -39,7 +39,7 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
     """
     rows, width = ours["weight_hh"].shape
     gates, every, pairs = rows // width, (0, rows), list[ParameterPair]()
-    sums = rows - width if gates == 3 else rows  # the rows in which the biases are summed
+    sums = rows - width if gates == 3 else rows  # the number of rows with summed biases
 
     def add(leaf: str, path: Path, part: tuple[int, int], summed: int = 0, **layout: Any) -> None:
         """Adds a pair for the rows `part`; the second bias is added to the rows up to `summed`."""
@@ -59,6 +59,6 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
             add("bias_hh", path, (sums, rows))
         elif leaf == "bias" and not has_both:
             add("bias_ih", path, part, min(part[1], sums))
-        else:  # equinox has PyTorch's names
+        else:  # equinox uses PyTorch's names
             add(f"bias_{gate[0]}h" if has_both else leaf, path, part)
     return pairs

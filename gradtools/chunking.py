@@ -24,6 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
 
 from gradtools.arguments.batches import Batch
+from gradtools.arguments.calls import GradientSpec
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
 from gradtools.arguments.chunks import (
     ChunkOptions,
@@ -37,7 +38,7 @@ from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R, T
 from gradtools.boundary import like_function
-from gradtools.derivatives import Argnums, Derivatives, GradientSpec
+from gradtools.derivatives import Argnums, Derivatives
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import is_same
 

@@ -11,12 +11,12 @@ which for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args, overload
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
+from gradtools.arguments.calls import NOT_NAMED, Call, GradientSpec, call_of_primals
 from gradtools.arguments.checks import (
     check_choice,
     check_function,
@@ -37,22 +37,6 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
-
-
-@dataclass(frozen=True)
-class GradientSpec:
-    """The options of a gradient operator."""
-
-    operator: str  # the name of the public function, for messages
-    f: Callable[..., Any]
-    argnums: Argnums
-    has_aux: bool | None = None  # None if the operator does not take has_aux
-    disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # The number of players that minimize f.
-    opened: Any = None  # The call as rewritten by `Backend.opened`.
-    frozen: Any = None  # The function `frozen(f)`, if frozen.
-
-
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 GradMode = Literal["auto", "forward_over_reverse"]
 _PLAYERS = "minimize or maximize"

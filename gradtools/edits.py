@@ -224,11 +224,11 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays.
-            max_norm: The largest 2-norm, a nonnegative real scalar, which may be traced or scheduled.
-                If None, the norm is not clipped.
-            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the entries are not
-                clipped. A negative bound raises an error; if the bound is traced or on an
-                accelerator, the gradient is NaN instead.
+            max_norm: The largest 2-norm, a nonnegative real scalar, which may be traced or
+                scheduled. If None, the norm is not clipped.
+            max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the
+                entries are not clipped. A negative bound raises an error; if the bound is traced or
+                on an accelerator, the gradient is NaN instead.
 
         Returns:
             x, unchanged.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,20 @@ NOT_NAMED = "pass the value in an argument that is not in argnums"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """The options of a gradient operator."""
+
+    operator: str  # the name of the public function, for messages
+    f: Callable[..., Any]
+    argnums: int | Sequence[int]
+    has_aux: bool | None = None  # None if the operator does not take has_aux
+    disconnected_inputs: str = "raise"
+    minimizing: int | None = None  # The number of players that minimize f.
+    opened: Any = None  # The call as rewritten by `Backend.opened`.
+    frozen: Any = None  # The function `frozen(f)`, if frozen.
 
 
 class Call:

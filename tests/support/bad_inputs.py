@@ -172,6 +172,23 @@ BAD: dict[str, Call] = {
     "a solution that is none": lambda gt, a: gt.implicit_solution(
         lambda z, a: z * z - a, lambda a: a
     )(a(V) + 3),
+    "an equation of theta and z": lambda gt, a: gt.implicit_solution(
+        lambda t, z: z**3 + z - t, lambda t: 0.6 + 0 * t
+    )(a(S)),
+    "an equation without theta": lambda gt, a: gt.grad(
+        gt.implicit_solution(lambda z, t: z**2 - a(S), lambda t: a(S) ** 0.5)
+    )(a(S)),
+    "a solution with steps": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: (t, 7)
+    )(a(S)),
+    "a slope of NaN": lambda gt, a: gt.grad(
+        gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
+    )(a(S)),
+    "conjugate gradients without symmetry": lambda gt, a: gt.grad(
+        lambda t: gt.implicit_solution(
+            lambda z, t: a(np.array([[1.0, 3.0], [-3.0, 1.0]])) @ (z - t), lambda t: 1 * t, "cg"
+        )(t)[0]
+    )(a(V)),
     "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
     "a mark, its name first": lambda gt, a: gt.retain_gradient("h", a(V)),

@@ -87,7 +87,9 @@ class Chunking(Operators):
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
-                for each of the chunk's examples along its axis in `out_axes`.
+                for each of the chunk's examples along its axis in `out_axes`. Each entry must be
+                computed from its own example only; otherwise the result is the result of the loop
+                over the chunks. A table of all pairs in f contains the pairs of one chunk.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
                 positional argument, or a dict from f's parameters to axes. None passes the argument
@@ -118,8 +120,8 @@ class Chunking(Operators):
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
-                module that calls chunked instead), or an output cannot be joined, such as batch
-                statistics or a table of all pairs; the message explains how to leave it out.
+                module that calls chunked instead), or the shapes of an output cannot be joined,
+                such as batch statistics; the message explains how to leave the output out.
                 Constants such as None, strings and flags must be equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 

@@ -344,9 +344,12 @@ class Derivatives(Operators):
 
         In PyTorch, f is evaluated on dual tensors; attention and norms use operations whose
         tangents are correct at every order. `torch.no_grad` does not stop these tangents
-        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A process
-        has one level of dual numbers; if another derivative is using it, the pullback is transposed
-        instead.
+        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A dual
+        tensor does not require grad, so code that tests `requires_grad`, as in
+        `y if y.requires_grad else y.detach()`, loses the tangent without an error: use `linearize`,
+        or `hvp` in reverse over reverse mode; `gradtools.testing.checked` detects the loss. A
+        process has one level of dual numbers; if another derivative is using it, the pullback is
+        transposed instead.
 
         Args:
             f: Takes and returns pytrees of arrays.

@@ -360,6 +360,9 @@ BAD: dict[str, Call] = {
         gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)
     ),
     "a rule of wrong arguments": lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
+    "a frozen function that closes over an argument": lambda gt, a: gt.grad(
+        lambda w: (gt.grad(gt.frozen(lambda z: (z * w).sum()))(a(V)) ** 2).sum()
+    )(a(V)),
     "a rule that closes over an argument": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(ruled(gt, lambda y: y * x)(a(V)))
     )(a(V)),

@@ -237,6 +237,7 @@ class ChunkFunction:
                     error.add_note(
                         f"{self.outputs.caller}: f was called with one chunk, "
                         f"({', '.join([describe(backend, x) for x in values])})."
+                        f"{self._shared_in_words(number, count)}"
                     )
                 raise
         new_carry: list[Any] = []
@@ -260,6 +261,20 @@ class ChunkFunction:
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
+
+    def _shared_in_words(self, number: int, count: int) -> str:
+        """Names the positional arguments that all chunks of differentiated arguments share."""
+        shared = [
+            f"argument {i}"
+            for i, plan in enumerate(self.plans[number][:count])
+            if plan.places and all(kind == _SHARED for kind, _ in plan.places)
+        ]
+        if self.outputs.caller == "chunked" or not shared:
+            return ""
+        return (
+            f" All chunks share {', '.join(shared)} (in_axes=None), as they do each argument in "
+            "argnums. argnums selects the parameters or the module, not the batch."
+        )
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:

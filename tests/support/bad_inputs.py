@@ -313,6 +313,9 @@ BAD: dict[str, Call] = {
             a(S), a(V)
         )
     ),
+    "microbatched_value_and_grad of the batch alone": lambda gt, a: gt.microbatched_value_and_grad(
+        gt.xp.sum, 1
+    )(a(V)),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
     ),
@@ -539,6 +542,7 @@ BAD: dict[str, Call] = {
     "gradients of the other structure, swapped": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
+    "assign_gradients to an iterator": lambda gt, a: gt.assign_gradients(iter([a(V)]), [a(V)]),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
     "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)

@@ -212,7 +212,7 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error's public type and the whole sentences in the first 400 letters of its text."""
+    """Returns an error's public type and the whole sentences in the text's first 400 letters."""
     kind = GradtoolsError if isinstance(error, Refusal) else type(error)
     line = (str(error).strip().splitlines() or [""])[0]
     if len(line) > 400:
@@ -221,12 +221,17 @@ def first_line(error: Exception) -> str:
 
 
 @contextmanager
-def naming(caller: str, name: str) -> Iterator[None]:
-    """Context manager that adds to exceptions a note about the code that raised them."""
+def naming(
+    caller: str, name: str, hint: Callable[[Exception], str] = lambda error: ""
+) -> Iterator[None]:
+    """Context manager that adds to exceptions a note about the code that raised them.
+
+    hint: Returns a further sentence for an exception, or an empty string.
+    """
     try:
         yield
     except Exception as error:
-        note = f"{caller}: raised by {name}."
+        note = f"{caller}: raised by {name}.{hint(error)}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise

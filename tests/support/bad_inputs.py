@@ -94,6 +94,19 @@ def cross_checked(**options: Any) -> None:
     raise GradtoolsError(cross_check(**options).left_out[0])
 
 
+def other_shapes() -> Any:
+    """Compare a layer of PyTorch with a port that has more outputs."""
+    nn = pytest.importorskip("torch").nn
+    jax = pytest.importorskip("jax")
+    port = linen()
+    variables = port.init(jax.random.key(0), jax.numpy.ones((1, 3)))
+    return cross_check(torch=nn.Linear(3, 5), jax=(port, variables), args=(np.ones((4, 3)),))
+
+
+def to_torch(model: Any) -> Any:
+    return importlib.import_module("gradtools.bridge").to_torch(model)
+
+
 def linen() -> Any:
     return pytest.importorskip("flax.linen").Dense(2)
 
@@ -542,6 +555,14 @@ BAD: dict[str, Call] = {
     "gradients of the other structure, swapped": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
+    "formula.agrees_with a derivation without the cotangent": lambda gt, a: gt.formula(
+        total(gt), a(V)
+    ).agrees_with(lambda x: 2 * x),
+    "formula.agrees_with two derivations": lambda gt, a: gt.formula(total(gt), a(V)).agrees_with(
+        total(gt), total(gt)
+    ),
+    "cross_check of models with other shapes": lambda gt, a: other_shapes(),
+    "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
     "assign_gradients to an iterator": lambda gt, a: gt.assign_gradients(iter([a(V)]), [a(V)]),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
     "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(

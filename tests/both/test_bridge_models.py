@@ -193,6 +193,6 @@ def test_a_refused_evaluation_draws_no_key():
     model = eqx.nn.MLP(4, 2, 3, 1, key=KEY)
     module = bridge.to_torch(model).eval()
     state = torch.get_rng_state()
-    with pytest.raises(GradtoolsError, match="returns takes arrays of PyTorch; got"):
+    with pytest.raises(GradtoolsError, match="was given a"):
         module(jnp.ones(4))
     assert torch.equal(state, torch.get_rng_state())

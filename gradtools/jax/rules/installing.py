@@ -206,8 +206,9 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     moving = [i for i, dx in enumerate(tangents[:n]) if _carries(dx)]
     if moving:
         sources = range(n) if rule.saves is None else rule.saves
-        for i in moving if isinstance(rule, TracedRule) else ():
-            if sources[i] in rule.closed_over:
+        closed_over = rule.closed_over if isinstance(rule, TracedRule) else ()
+        for i in moving:
+            if sources[i] in closed_over:
                 raise closed_over_error(rule.name, operands[i])
         at = lambda *changed: eval_tangent(*replaced_at(operands, moving, changed), **params)
         steps = [varying(tangents[i], varies(operands[i])) for i in moving]

@@ -271,7 +271,7 @@ for check in (cross_check, first_divergence):
         ({"order": 3}, "expected 0, 1 or 2"),
         ({"jax": lambda x: None, "torch": lambda x: None}, "return no array"),
         ({"jax": torch.nn.Linear(3, 3)}, "jax is a torch.nn module, Linear. Pass the PyTorch"),
-        ({"args": (torch.ones(3),)}, "argument 0 is a Tensor, which only one of the frameworks"),
+        ({"args": (torch.ones(3),)}, "argument 0 is a Tensor, which only one framework accepts"),
         ({"args": ({"a": jnp.ones(3)},)}, r"a jax.Array of .*\['a'\] .*Pass NumPy arrays"),
     ],
 )

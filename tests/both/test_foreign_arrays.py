@@ -177,6 +177,10 @@ def test_a_target_or_gradient_of_the_other_framework_is_named(operator):
     writes = getattr(gradtools.torch, operator)
     with pytest.raises(GradtoolsError, match=rf"a jax.Array .*, grads\['bias'\] of {operator}\."):
         writes(net, {"bias": jnp.ones(1)})
+    with pytest.raises(
+        GradtoolsError, match=rf"^{operator}: target is a generator; .*list\(module"
+    ):
+        writes(net.parameters(), [None, torch.ones(1)])
     writes = getattr(gradtools.jax, operator)
     with pytest.raises(
         GradtoolsError, match=rf"^{operator}: target is .*Linear; .*gradtools.torch"

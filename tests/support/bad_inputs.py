@@ -95,12 +95,13 @@ def cross_checked(**options: Any) -> None:
 
 
 def other_shapes() -> Any:
-    """Compare a layer of PyTorch with a port that has more outputs."""
+    """Compare a layer of PyTorch with a port that has fewer outputs."""
     nn = pytest.importorskip("torch").nn
     jax = pytest.importorskip("jax")
     port = linen()
     variables = port.init(jax.random.key(0), jax.numpy.ones((1, 3)))
-    return cross_check(torch=nn.Linear(3, 5), jax=(port, variables), args=(np.ones((4, 3)),))
+    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # draws no random numbers
+    return cross_check(torch=layer, jax=(port, variables), args=(np.ones((4, 3)),))
 
 
 def to_torch(model: Any) -> Any:
@@ -563,7 +564,6 @@ BAD: dict[str, Call] = {
     ),
     "cross_check of models with other shapes": lambda gt, a: other_shapes(),
     "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
-    "assign_gradients to an iterator": lambda gt, a: gt.assign_gradients(iter([a(V)]), [a(V)]),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
     "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)

@@ -176,6 +176,12 @@ class Differentiation(Arrays):
         """Calls `fun(*args)`; a backend may mark its stop_gradient operations as gradtools' own."""
         return fun(*args)
 
+    def reached(self, fun: Fun, leaves: list[Array]) -> list[bool]:
+        """Returns whether each leaf reaches fun's outputs; True if unknown or of no interest."""
+        result = self.vjp(fun, leaves, groups=[1] * len(leaves), once=True)
+        grads = result.pullback([self.ones_like(y) for y in result.outs])
+        return [not result.checked or g is not None for g in grads]
+
     def closure_converted(
         self, f: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Callable[..., Any], list[Array]]:

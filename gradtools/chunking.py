@@ -89,7 +89,10 @@ class Chunking(Operators):
 
         Args:
             f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
-                array has one entry per example of the chunk, along its axis in `out_axes`.
+                array has one entry per example of the chunk, along its axis in `out_axes`. Each
+                entry must be computed from its own example only; otherwise the result is the result
+                of the loop over the chunks. A table of all pairs in f contains the pairs of one
+                chunk.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
                 positional argument, or a dict from f's parameters to axes. None passes the argument
@@ -121,8 +124,8 @@ class Chunking(Operators):
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics or a table of all pairs; the message explains how to omit this
-                output. Constants such as None, strings and flags must be equal in all chunks. When
+                batch statistics; the message explains how to omit this output. Constants such as
+                None, strings and flags must be equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:

@@ -328,9 +328,11 @@ class Derivatives(Operators):
 
         In PyTorch, f is evaluated on dual tensors; attention and norms use operations whose
         tangents are correct at every order. `torch.no_grad` does not stop these tangents
-        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. PyTorch
-        supports one level of dual numbers per process; if another derivative is using this level,
-        the pullback is transposed instead.
+        (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A dual
+        tensor does not require grad, so code that tests `requires_grad`, as in
+        `y if y.requires_grad else y.detach()`, loses the tangent without an error: use `linearize`;
+        `gradtools.testing.checked` detects the loss. PyTorch supports one level of dual numbers per
+        process; if another derivative is using this level, the pullback is transposed instead.
 
         Args:
             f: A function that takes and returns pytrees of arrays.

@@ -64,7 +64,8 @@ class Freezing(Operators):
         the depth of G. If a forward pass costs F, a call costs F for the forward pass, F for the
         pullback, and 2F for the second derivative: 4F in total. Double backward costs 3F and keeps
         the graphs of G for every call. In PyTorch, compute each first derivative before the next
-        call of G; otherwise the cost is 5F. G's parameters are constants.
+        call of G; otherwise the cost is 5F. G's parameters are constants,
+        unless they are arguments of G.
 
         Derivatives with respect to the arguments are exact, and are computed only if the arguments
         depend on differentiated arrays. Third derivatives are exact; they store the graph of one
@@ -88,9 +89,9 @@ class Freezing(Operators):
             with G's tensors in its state_dict; calls of the module treat G's tensors as constants.
 
         Raises:
-            GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
-                of G, or to a tensor that G captures, is needed (in reverse mode); G returns
-                different values when it is recomputed.
+            GradtoolsError: (When differentiated) A derivative with respect to a parameter of G, or
+                to an array that G captures, is needed (in PyTorch, in reverse mode). PyTorch: G
+                returns different values when it is recomputed.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from gradtools.arguments.wording import in_words, type_in_words, with_article
 from gradtools.errors import GradtoolsError
+from gradtools.foreign_arrays import refuse_foreign
 
 
 class TargetLeaf(NamedTuple):
@@ -21,10 +22,10 @@ class TargetLeaf(NamedTuple):
     grad: Any  # The gradient, or None to leave this leaf unchanged.
 
 
-def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
+def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
     """Returns one entry for each leaf of target, in flattening order.
 
-    trees: A backend's module of pytree functions.
+    trees: The framework's module of pytree functions.
     """
     leaves, treedef = trees.flatten(target)
 
@@ -45,12 +46,14 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
         if grads is None:
             return
         if isinstance(numbered, int):
+            refuse_foreign(framework, grads, f"grads{path} of {caller}")
             below = trees.flatten(grads)[0]
             if len(below) != 1 or below[0] is not grads:
                 if not hasattr(leaves[numbered], "shape"):
                     raise GradtoolsError(
                         f"{caller}: target{path} is {type_in_words(leaves[numbered])}; expected a "
                         "pytree of arrays, or a module of this framework."
+                        f"{_target_fix(framework, leaves[numbered])}"
                     )
                 refuse("one array, as in the target")
             yield numbered, grads
@@ -91,6 +94,17 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
         TargetLeaf(path, leaf, grad_of.get(i))
         for i, (path, leaf) in enumerate(zip(trees.leaf_paths(target), leaves, strict=True))
     ]
+
+
+def _target_fix(framework: str, target: Any) -> str:
+    """Returns the fix for a target that is a generator, or a module of the other framework."""
+    if isinstance(target, Iterator):
+        return " An iterator can be read only once: pass the module, or list(module.parameters())."
+    packages = {kind.__module__.partition(".")[0] for kind in type(target).__mro__}
+    for other, own in (("torch", {"torch"}), ("jax", {"flax", "equinox"})):
+        if other != framework and packages & own:
+            return f" Import gradtools.{other} in place of gradtools.{framework}."
+    return ""
 
 
 def _listed(keys: Any, most: int = 8) -> str:

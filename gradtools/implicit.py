@@ -49,7 +49,8 @@ class Implicit(Operators):
             F: The function in the equation. F takes z, theta and args, and returns a pytree like z.
                 A fixed point of g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h
                 is a solution of `F = gt.grad(h)`. F may also close over differentiated arrays and
-                modules.
+                modules. An argument that does not reach F's result is
+                disconnected from z, as in `grad`.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
                 is called once, with arguments that have no gradient, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
@@ -140,9 +141,23 @@ class _Solution:
     def at(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the solution at the given arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
-        p = (captured, args, kwargs)
+        p = self._connected(form, x, (captured, args, kwargs))
         z = self._tree(form, self.root(form, x, p))
         return (z, aux) if self.has_aux else z
+
+    def _connected(self, form: _Form, x: Array, p: Any) -> Any:
+        """Stops the gradient of the leaves of p that do not reach F's result.
+
+        Such a leaf is then disconnected from z for every operator.
+        """
+        at, moving = self._moving(partial(self._F, form, x), p)[1:]
+        reached = iter(self.backend.reached(lambda *xs: ([at([*xs])], []), moving))
+        leaves, treedef = self.backend.flatten(p)
+        stop = lambda x: self._moves(self.backend.as_leaf(x)) and not next(reached)
+        leaves = [
+            self.backend.apart(self.backend.stop_gradient, x) if stop(x) else x for x in leaves
+        ]
+        return self.backend.unflatten(treedef, leaves)
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
         """Calls `solve`, checks z, and returns its `_Form`, x and aux without derivatives.
@@ -164,9 +179,10 @@ class _Solution:
             )
         for x, path in zip(leaves, backend.leaf_paths(z), strict=True):
             if not (backend.is_array(x) and backend.is_inexact(x)):
+                aux = "" if self.has_aux else " If solve returns (z, aux), pass has_aux=True."
                 raise GradtoolsError(
                     f"implicit_solution: solve returned {describe(backend, x)} at z{path}; "
-                    "expected a floating or complex array."
+                    f"expected a floating or complex array.{aux}"
                 )
         shapes = tuple([tuple(x.shape) for x in leaves])
         form = _Form(self.plain, treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
@@ -180,9 +196,11 @@ class _Solution:
         moved = self._F(form, moved, p)
         far = self._norm(there) > self._norm(moved - there)
         x = self._unless(
-            backend.stop_gradient(far), x,
+            backend.stop_gradient(far), x, lambda:
             "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
-            "than its value. Let solve converge further, or check that solve computes a zero of F.",
+            "than its value. Let solve converge further, or check that solve computes a zero of F. "
+            "F takes z first; for a fixed point z = g(z, *args) pass "
+            "F = lambda z, *a: g(z, *a) - z.",
         )  # fmt: skip
         return form, x, captured, aux
 
@@ -216,12 +234,33 @@ class _Solution:
         xp, right = self.backend.xp, self._norm(b)
         v = xp.where(right == 0, xp.zeros_like(b), v)  # the solver's result for b = 0 is ignored
         left = self._norm(product(v) - b)
-        return self._unless(
-            ~(left <= tolerance * right), v,
-            f"the linear solve left a residual of more than {tolerance:.0e} of its right-hand side."
-            " dF/dz may be singular; 'dense' solves small systems, a function (matvec, b) -> x may "
-            "use a preconditioner or more iterations.",
-        )  # fmt: skip
+        explain = lambda: (
+            f"the linear solve left a residual of more than {tolerance:.0e} of its right-hand "
+            f"side. {self._unsolved(product, b)}"
+        )
+        return self._unless(~(left <= tolerance * right), v, explain)
+
+    def _unsolved(self, product: Callable[[Array], Array], b: Array) -> str:
+        """Explains why A x = b was not solved."""
+        xp, moved = self.backend.xp, product(b)
+        if not bool(xp.all(xp.isfinite(b))):
+            return (
+                "The right-hand side (the incoming gradient or tangent) contains NaN or infinity."
+            )
+        if not bool(xp.all(xp.isfinite(moved))):
+            return (
+                "dF/dz contains NaN or infinity at the z that solve returned, or F itself does. "
+                "Check F there: for example, sqrt has an infinite derivative at 0."
+            )
+        if self.linear_solve == "dense":
+            return "dF/dz may be singular."
+        skew = xp.sum(b * product(moved)) - xp.sum(moved * moved)  # 0 for a symmetric dF/dz
+        if self.linear_solve == "cg" and bool(xp.abs(skew) > 1e-3 * xp.sum(moved * moved)):
+            return "'cg' needs a symmetric dF/dz, and dF/dz is not symmetric; use 'gmres'."
+        return (
+            "dF/dz may be singular; 'dense' solves small systems, a function (matvec, b) -> x may "
+            "use a preconditioner or more iterations."
+        )
 
     def _product(self, form: _Form, adjoint: bool, v: Array, at: Any) -> Array:
         """Computes A v or A^H v at `at = (x, p)`."""
@@ -312,13 +351,13 @@ class _Solution:
     def _norm(self, x: Array) -> Array:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
-    def _unless(self, wrong: Array, x: Array, text: str) -> Array:
+    def _unless(self, wrong: Array, x: Array, text: Callable[[], str]) -> Array:
         """Returns x; if `wrong`, raises an error, or returns NaN if `wrong` is traced."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)
         if bool(wrong):
-            raise GradtoolsError(f"implicit_solution: {text}")
+            raise GradtoolsError(f"implicit_solution: {text()}")
         return x
 
 

@@ -214,12 +214,14 @@ USE_REVERSE_MODE = (
 )
 
 
-def closed_over_error(name: str) -> GradtoolsError:
-    """Returns the error for a rule that closes over a differentiated array."""
+def closed_over_error(name: str, x: Any = None) -> GradtoolsError:
+    """Returns the error for a rule that closes over a differentiated array x, if it is known."""
+    which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
-        f"rule {name!r} closes over an array that is differentiated or mapped; its derivative "
-        "would be lost. Pass that array to the function as an argument. The self of a method holds "
-        "a module's parameters: instead of a method write a function of the parameters."
+        f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
+        "derivative would be lost. Pass that array to the function as an argument. The self of a "
+        "method holds a module's parameters: instead of a method write a function of the "
+        "parameters."
     )
 
 

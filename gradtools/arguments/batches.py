@@ -134,15 +134,25 @@ class Batch:
                 for leaf in flat.leaves:
                     if isinstance(flat.argument.axes, int) and leaf.is_array:
                         self._size(flat, leaf, flat.argument.axes)  # raises an error for a scalar
+            shared = ""
+            if self.caller in ("microbatched_value_and_grad", "per_example_grad"):
+                shared = (
+                    " The arguments in argnums are not split: argnums selects the parameters or "
+                    "the module, not the batch."
+                )
             raise GradtoolsError(
                 f"{self.caller}: no argument is split, so there are no examples. Pass the batch as "
-                "an array, and name its axis in in_axes."
+                f"an array, and name its axis in in_axes.{shared}"
             )
         if len(places) > 1:
             listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
+            labels = [flat.argument.label for at in places.values() for flat, _ in at]
+            weights = " weights need one entry for each example of the batch." * (
+                "weights" in labels
+            )
             raise GradtoolsError(
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
-                "axis has one entry for each example; None shares an argument."
+                f"axis has one entry for each example; None shares an argument.{weights}"
             )
         # For an empty array, f and the chunked function both return an output without rows.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):

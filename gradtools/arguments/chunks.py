@@ -235,8 +235,10 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
-                    note = backend.hint_at_traced_value(error)
-                    note = note or f"f was called with one chunk, ({called})."
+                    note = backend.hint_at_traced_value(error) or (
+                        f"f was called with one chunk, ({called})."
+                        f"{self._shared_in_words(number, count)}"
+                    )
                     error.add_note(f"{self.outputs.caller}: {note}")
                 raise
         new_carry: list[Any] = []
@@ -260,6 +262,20 @@ class ChunkFunction:
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
+
+    def _shared_in_words(self, number: int, count: int) -> str:
+        """Names the positional arguments that all chunks of differentiated arguments share."""
+        shared = [
+            f"argument {i}"
+            for i, plan in enumerate(self.plans[number][:count])
+            if plan.places and all(kind == _SHARED for kind, _ in plan.places)
+        ]
+        if self.outputs.caller == "chunked" or not shared:
+            return ""
+        return (
+            f" All chunks share {', '.join(shared)} (in_axes=None), as they do each argument in "
+            "argnums. argnums selects the parameters or the module, not the batch."
+        )
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:

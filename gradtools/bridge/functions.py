@@ -15,6 +15,7 @@ because the guest's graph is freed after each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
+from gradtools.arguments.wording import describe
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
@@ -253,7 +255,25 @@ class Bridged(CustomRule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; derivatives in the host are computed by the guest framework."""
-        return super().__call__(args, kwargs)
+        try:
+            return super().__call__(args, kwargs)
+        except GradtoolsError:
+            self._refuse_guest_arrays(args, kwargs)
+            raise
+
+    def _refuse_guest_arrays(self, *given: Any) -> None:
+        """Raises if the arguments are arrays of the guest, after the host has refused them."""
+        guest, leaves = self.guest, list[Any]()
+        with suppress(GradtoolsError):  # raised for an array of the host
+            leaves = guest.backend.flatten(given)[0]
+        x = next(filter(guest.backend.is_array, leaves), None)
+        if x is not None:
+            raise GradtoolsError(
+                f"{guest.operator}: the function that {guest.operator} returns takes arrays of "
+                f"{guest.host_title}; got {describe(guest.backend, x)} of {guest.title}. Convert "
+                f"the array: gradtools.{guest.host.name}.asarray(gradtools.{guest.name}.to_numpy("
+                "x)), or call the original function."
+            ) from None
 
     def _rule(self, specialized: Specialization) -> Rule:
         flat = FlatBridged(self, specialized)

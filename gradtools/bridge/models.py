@@ -88,6 +88,11 @@ def is_jax_model(x: Any) -> bool:
 
 def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Module:
     """Converts a JAX model to an `nn.Module`."""
+    if variables is None and not isinstance(model, module_kinds()):
+        raise GradtoolsError(
+            "to_torch: a flax.linen module does not contain its arrays; pass "
+            "to_torch(module, variables=module.init(key, *args))."
+        )
     run, params, state = gradtools.jax.make_functional(model, variables=variables)
     modes = {True: run, False: run}
     for train in modes:

@@ -34,7 +34,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         zeros = [g if array is None else jnp.zeros_like(array) for g, array in pairs]
         target = trees.unflatten(treedef, zeros)
     new: list[Any] = []
-    for entry in paired(trees, caller, target, grads):
+    for entry in paired("jax", trees, caller, target, grads):
         if entry.grad is None:
             new.append(entry.target)
             continue

@@ -107,6 +107,7 @@ class JaxBackend(FrameworkBackend):
 
     stage = staticmethod(engines.stage)
     vjp = staticmethod(engines.vjp)
+    reached = staticmethod(engines.reached)
     jvp = staticmethod(engines.jvp)
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)

@@ -59,15 +59,29 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if known is None:
             evaluation.checked = False
             return list(grads)
-        jaxpr = known[0].jaxpr
         # this search also finds derivatives inside of cached jits
-        evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # the leaves are the only inputs
-        columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
-        return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
+        evaluation.nested = is_in_scope(jaxprs.equations(known[0].jaxpr), DERIVATIVE_SCOPE)
+        pairs = zip(grads, _reached(known, len(outs)), strict=True)
+        return [g if connected else None for g, connected in pairs]
 
     evaluation.pullback, evaluation.checked = of_connected, not in_trace or traced is not None
     return evaluation
+
+
+def reached(fun: Fun, leaves: list[Array]) -> list[bool]:
+    """See `Backend.reached`. Outside of a trace nothing is differentiated."""
+    in_trace = reachability.within_a_trace() or not all_known(leaves)
+    traced = _traced(fun, leaves) if in_trace and leaves else None
+    if traced is None:
+        return [True] * len(leaves)
+    results = jax.tree.unflatten(traced[0].treedef, traced[0].avals)
+    return _reached(traced, len(results[0]))
+
+
+def _reached(traced: tuple[jaxprs.TracedProgram, list[Any]], outs: int) -> list[bool]:
+    """Returns whether each leaf of a traced function reaches its first `outs` results."""
+    closed = ClosedJaxpr(traced[0].jaxpr, traced[1])  # the only inputs are the leaves
+    return [*map(any, zip(*reachability.reached_matrix(closed)[:outs], strict=True))]
 
 
 def _mark_passed(leaves: Sequence[Array], outs: Sequence[Array]) -> None:

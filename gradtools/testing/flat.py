@@ -19,7 +19,7 @@ import numpy as np
 
 from gradtools.arguments.checks import check_function
 from gradtools.code_origin import definition_of
-from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
+from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError, Refusal
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.report import largest, widened
 
@@ -212,17 +212,26 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    """Returns an error's public type and the whole sentences in the text's first 400 letters."""
+    kind = GradtoolsError if isinstance(error, Refusal) else type(error)
+    line = (str(error).strip().splitlines() or [""])[0]
+    if len(line) > 400:
+        line = line[:400].rpartition(". ")[0] + "." if ". " in line[:400] else line[:397] + "..."
+    return f"{kind.__name__}: {line}"
 
 
 @contextmanager
-def naming(caller: str, name: str) -> Iterator[None]:
-    """Context manager that adds to exceptions a note about the code that raised them."""
+def naming(
+    caller: str, name: str, hint: Callable[[Exception], str] = lambda error: ""
+) -> Iterator[None]:
+    """Context manager that adds to exceptions a note about the code that raised them.
+
+    hint: Returns a further sentence for an exception, or an empty string.
+    """
     try:
         yield
     except Exception as error:
-        note = f"{caller}: raised by {name}."
+        note = f"{caller}: raised by {name}.{hint(error)}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise

@@ -75,7 +75,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
         )
     named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
     by_id: dict[int, tuple[str, Any, Any]] = {}
-    for entry in paired(trees, caller, named, grads):
+    for entry in paired("torch", trees, caller, named, grads):
         path, p, grad = entry
         if grad is None:
             continue

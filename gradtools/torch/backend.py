@@ -172,6 +172,7 @@ class TorchBackend(FrameworkBackend):
     # --- derivatives
 
     vjp = staticmethod(engines.vjp)
+    reached = staticmethod(engines.reached)
     jvp = staticmethod(engines.jvp)
 
     jvps = staticmethod(jvps)  # not a LazyMember, because dynamo cannot trace an import

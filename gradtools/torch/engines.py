@@ -32,7 +32,7 @@ from gradtools.torch.autograd_graph import SPENT, depends_on_others, leaves_of, 
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, only_inlined, uncompiled
 from gradtools.torch.function_modes import PlainKernels, kernels_of, run_in_trace
-from gradtools.torch.functorch_wrappers import is_inexact, unshared
+from gradtools.torch.functorch_wrappers import differentiated, is_inexact, unshared
 from gradtools.torch.gradient_tensors import (
     freed,
     in_memory,
@@ -110,6 +110,15 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
         return _functorch_linearize(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
     return _outside_of_dynamo(_eager_linearize if in_eager else _functorch_linearize, fun, leaves)
+
+
+def reached(fun: Fun, leaves: Tensors) -> list[bool]:
+    """See `Backend.reached`. The evaluation does not count as a derivative that f takes."""
+    if not differentiated(leaves):
+        return [True] * len(leaves)
+    engine = _eager_vjp if upstream.peek_interpreter_stack() is None else _functorch_vjp
+    result = engine(fun, leaves, True)
+    return [g is not None for g in result.pullback([*map(torch.ones_like, result.outs)])]
 
 
 def pushed(

@@ -165,3 +165,17 @@ def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]
+
+
+def differentiated(xs: Sequence[Tensor]) -> bool:
+    """Returns whether any of xs may be differentiated, in any mode or transform."""
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() in _DERIVATIVES for level in levels):
+        return True
+    plain = [unwrapped(x) for x in xs] if levels else xs
+    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        return True
+    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
+
+
+_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)

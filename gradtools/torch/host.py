@@ -17,10 +17,9 @@ from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import on_cpu
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import PLAIN, with_batch_in_front
+from gradtools.torch.functorch_wrappers import PLAIN, differentiated, with_batch_in_front
 from gradtools.torch.modes import by_new_vmap, is_followed
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
 _graphs, _is_zero = torch.is_grad_enabled, upstream.is_zero

@@ -17,6 +17,7 @@ import torch
 from gradtools.code_origin import place_of
 from gradtools.errors import refusal, said_by
 from gradtools.rules import USE_REVERSE_MODE
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def known(error: BaseException, table: Mapping[str, T]) -> T | None:
 
 
 class explained:
-    """Context manager that raises known errors of PyTorch again, with advice."""
+    """Context manager around a vmap: raises known errors of PyTorch again, with advice."""
 
     __slots__ = ("caller",)
 
@@ -46,13 +47,18 @@ class explained:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError | AssertionError) and not is_compiling():
-            explain(self.caller, error)
+            explain(self.caller, error, mapped=True)
 
 
-def explain(caller: str, error: RuntimeError | AssertionError) -> None:
-    """Raises a known error of PyTorch again, with advice. Does nothing for other errors."""
+def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = False) -> None:
+    """Raises a known error of PyTorch again, with advice. Does nothing for other errors.
+
+    mapped: Whether the error came from vmap; True also inside of vmap.
+    """
     said = _torch_says(error)
-    for parts, advice in _ADVICE.items():
+    levels = upstream.get_interpreter_stack() or ()
+    mapped = mapped or any(level.key() == upstream.TransformType.Vmap for level in levels)
+    for parts, advice in (_ADVICE | (_MAPPED if mapped else {})).items():
         if said and re.search(parts, said):
             text = f"{caller}: {advice} PyTorch says{place_of(error)}: {error}"
             raise refusal(error, text) from error
@@ -60,15 +66,6 @@ def explain(caller: str, error: RuntimeError | AssertionError) -> None:
 
 # Errors for which gradtools has an alternative: patterns of PyTorch's texts, and the advice.
 _ADVICE = {
-    r"Batching rule not implemented for|inside of vmap|vmap: we do not yet support|under vmap"
-    r"|data-dependent|do not support batching|not yet have a batching rule|calling \.item\(\)"
-    r"|Tensor\.requires_grad_\(\)|Function with functorch transforms|not have vmap support"
-    r"|override the setup_context staticmethod|unsupported for Sparse|'SparseCPU'|do not have ": (
-        "f contains an operation that PyTorch's vmap, or another transform of torch.func, does "
-        "not support, or branches or shapes that depend on values. Pass chunk_size=1 (a plain "
-        "loop without transforms) to per_example_grad or jacobian; for a Hessian use "
-        "gt.jacobian(gt.grad(f), chunk_size=1)."
-    ),
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
         "running statistics in training mode), which torch.func's transforms reject. Put "
@@ -79,6 +76,16 @@ _ADVICE = {
         "f writes in place into an argument that is differentiated, into a view of it, or into "
         "another tensor that requires grad. Compute a new tensor, such as w * 2 instead of "
         "w.mul_(2), or write into a copy, w.clone()."
+    ),
+    r"\bvmap\b|Batching rule not implemented for|data-dependent|do not support batching"
+    r"|not yet have a batching rule|calling \.item\(\)|Tensor\.requires_grad_\(\)"
+    r"|Function with functorch transforms|override the setup_context staticmethod"
+    r"|inside functorch transform|Tensor that doesn't have storage|storage of BatchedTensorImpl"
+    r"|unsupported for Sparse|'SparseCPU'|do not have ": (
+        "f contains an operation that PyTorch's vmap, or another transform of torch.func, does "
+        "not support, or branches or shapes that depend on values. Pass chunk_size=1 (a plain "
+        "loop without transforms) to per_example_grad or jacobian; for a Hessian use "
+        "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
     "yet support saved tensor hooks|use_reentrant=True": (
         "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
@@ -121,5 +128,15 @@ _ADVICE = {
         "f sets a gradient hook or takes a derivative by PyTorch's own functions, but runs in "
         "forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
         "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
+    ),
+}
+
+# Errors that have other causes outside of vmap.
+_MAPPED = {
+    "doesn't match the broadcast shape|stack expects each tensor to be equal size": (
+        "in PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
+        "size of a result depends on values. If f runs on one example alone, pass chunk_size=1 (a "
+        "plain loop without transforms) to per_example_grad or jacobian; for a Hessian use "
+        "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
 }

@@ -326,7 +326,10 @@ def test_a_jax_function_that_reads_values_is_told_to_go_without_jit(f):
 
 
 def test_arrays_of_the_wrong_framework_are_refused_by_name():
-    with pytest.raises(GradtoolsError, match=r"jax was given a torch.Tensor"):
+    with pytest.raises(
+        GradtoolsError,
+        match=r"^to_jax: the function that to_jax returns takes arrays of JAX; got an array of",
+    ):
         bridge.to_jax(lambda t: t)(torch.ones(2))
     with pytest.raises(GradtoolsError, match=r"to_torch|jax"):
         bridge.to_torch(lambda t: t)(jnp.ones(2))

@@ -170,3 +170,20 @@ def test_the_error_names_the_leaf(wing, tree, path):
 def test_an_array_of_jax_inside_jit_is_refused_too():
     with pytest.raises(GradtoolsError, match=r"given a jax.Array of shape \(3,\)"):
         jax.jit(jax.grad(lambda x: gradtools.torch.reverse_gradient(x).sum()))(jnp.ones(3))
+
+
+@pytest.mark.parametrize("operator", ["accumulate_gradients", "assign_gradients"])
+def test_a_target_or_gradient_of_the_other_framework_is_named(operator):
+    net = torch.nn.Linear(3, 1)
+    writes = getattr(gradtools.torch, operator)
+    with pytest.raises(GradtoolsError, match=rf"a jax.Array .*, grads\['bias'\] of {operator}\."):
+        writes(net, {"bias": jnp.ones(1)})
+    with pytest.raises(
+        GradtoolsError, match=rf"^{operator}: target is a generator; .*list\(module"
+    ):
+        writes(net.parameters(), [None, torch.ones(1)])
+    writes = getattr(gradtools.jax, operator)
+    with pytest.raises(
+        GradtoolsError, match=rf"^{operator}: target is .*Linear; .*gradtools.torch"
+    ):
+        writes(net, {"bias": jnp.ones(1)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
+from gradtools import DisconnectedInputError, GradtoolsError
 
 SHIFT = 3.0
 
@@ -343,6 +343,58 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
     singular = gt.implicit_solution(lambda z, a: (z - a) ** 2, lambda a: a, "cg")
     with pytest.raises(GradtoolsError, match="linear solve left a residual"):
         gt.grad(lambda a: singular(a).sum())(a)
+
+
+def test_an_argument_that_the_equation_ignores_is_disconnected(gt, backend_name):
+    """The policy of each derivative applies, in a trace as well, and per leaf."""
+    a, b = (gt.asarray(np.array([x, 2.0])) for x in (4.0, 3.0))
+    closed = lambda a: gt.implicit_solution(lambda z, t: z**2 - a, lambda t: a**0.5, "dense")
+    lost = lambda t: closed(a)(t).sum()
+    with pytest.raises(DisconnectedInputError, match=r"^grad: argument 0 does not reach"):
+        gt.grad(lost)(b)
+    if backend_name == "jax":
+        with pytest.raises(DisconnectedInputError, match=r"^grad: argument 0 does not reach"):
+            gt.compile(gt.grad(lost))(b)
+    with pytest.raises(DisconnectedInputError, match=r"^per_example_grad: argument 0"):
+        gt.per_example_grad(lambda t, x: closed(a)(t).sum() + x.sum())(b, a)
+    for zero in (gt.grad(lost, disconnected_inputs="zeros")(b), gt.jvp(lost, (b,), (b,))[1]):
+        agree(gt, zero, 0 * zero)
+    agree(gt, gt.grad(lambda a: closed(a)(b).sum())(a), 0.5 * a**-0.5)  # captured and connected
+
+    root = gt.implicit_solution(lambda z, t: z**2 - t["a"], lambda t: t["a"] ** 0.5, "dense")
+    tree, of = {"a": a, "b": b}, lambda t: root(t).sum()
+    found = gt.grad(of)(tree)
+    agree(gt, found["a"], 0.5 * a**-0.5)
+    agree(gt, found["b"], 0 * b)
+    with pytest.raises(DisconnectedInputError, match=r"^grad: argument 0\['b'\] does not reach"):
+        gt.grad(of, disconnected_inputs="strict")(tree)
+
+
+@pytest.mark.parametrize(
+    ("solver", "F", "text"),
+    [
+        ("dense", "nan", "dF/dz contains NaN or infinity at the z"),
+        ("gmres", "nan", "dF/dz contains NaN or infinity at the z"),
+        ("cg", "skew", "'cg' needs a symmetric dF/dz, and dF/dz is not symmetric; use 'gmres'"),
+        ("cg", "singular", "dF/dz may be singular; 'dense' solves small systems"),
+        ("dense", "singular", "dF/dz may be singular."),
+    ],
+)
+def test_an_unsolved_linear_system_is_explained(gt, solver, F, text):
+    a = gt.asarray(np.array([2.0, 1.0]))
+    A = gt.asarray(np.array([[1.0, 3.0], [-3.0, 1.0]]))
+    equations = {
+        "nan": lambda z, a: gt.xp.sqrt(z * 0) + z - a,
+        "skew": lambda z, a: A @ (z - a),
+        "singular": lambda z, a: (z - a) ** 2,
+    }
+    root = gt.implicit_solution(equations[F], lambda a: 1 * a, solver)
+    with pytest.raises(GradtoolsError, match="linear solve left a residual") as caught:
+        gt.grad(lambda a: (root(a) * a).sum())(a)
+    assert text in str(caught.value)
+    assert ("'dense'" in str(caught.value)) == ((solver, F) == ("cg", "singular"))
+    with pytest.raises(GradtoolsError, match="incoming gradient or tangent"):
+        gt.grad(lambda a: (root(a) * np.nan).sum())(a)
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):

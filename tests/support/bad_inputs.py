@@ -135,6 +135,20 @@ def cross_checked(**options: Any) -> None:
     raise GradtoolsError(cross_check(**options).left_out[0])
 
 
+def other_shapes() -> Any:
+    """Compare a layer of PyTorch with a port that has fewer outputs."""
+    nn = pytest.importorskip("torch").nn
+    jax = pytest.importorskip("jax")
+    port = linen()
+    variables = port.init(jax.random.key(0), jax.numpy.ones((1, 3)))
+    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # draws no random numbers
+    return cross_check(torch=layer, jax=(port, variables), args=(np.ones((4, 3)),))
+
+
+def to_torch(model: Any) -> Any:
+    return importlib.import_module("gradtools.bridge").to_torch(model)
+
+
 def linen() -> Any:
     return pytest.importorskip("flax.linen").Dense(2)
 
@@ -220,6 +234,23 @@ BAD: dict[str, Call] = {
     "a solution that is none": lambda gt, a: gt.implicit_solution(
         lambda z, a: z * z - a, lambda a: a
     )(a(V) + 3),
+    "an equation of theta and z": lambda gt, a: gt.implicit_solution(
+        lambda t, z: z**3 + z - t, lambda t: 0.6 + 0 * t
+    )(a(S)),
+    "an equation without theta": lambda gt, a: gt.grad(
+        gt.implicit_solution(lambda z, t: z**2 - a(S), lambda t: a(S) ** 0.5)
+    )(a(S)),
+    "a solution with steps": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: (t, 7)
+    )(a(S)),
+    "a slope of NaN": lambda gt, a: gt.grad(
+        gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
+    )(a(S)),
+    "conjugate gradients without symmetry": lambda gt, a: gt.grad(
+        lambda t: gt.implicit_solution(
+            lambda z, t: a(np.array([[1.0, 3.0], [-3.0, 1.0]])) @ (z - t), lambda t: 1 * t, "cg"
+        )(t)[0]
+    )(a(V)),
     "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
     "a mark, its name first": lambda gt, a: gt.retain_gradient("h", a(V)),
@@ -350,6 +381,9 @@ BAD: dict[str, Call] = {
             a(S), a(V)
         )
     ),
+    "microbatched_value_and_grad of the batch alone": lambda gt, a: gt.microbatched_value_and_grad(
+        gt.xp.sum, 1
+    )(a(V)),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
     ),
@@ -410,6 +444,9 @@ BAD: dict[str, Call] = {
         gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)
     ),
     "a rule of wrong arguments": lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
+    "a frozen function that closes over an argument": lambda gt, a: gt.grad(
+        lambda w: (gt.grad(gt.frozen(lambda z: (z * w).sum()))(a(V)) ** 2).sum()
+    )(a(V)),
     "a rule that closes over an argument": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(ruled(gt, lambda y: y * x)(a(V)))
     )(a(V)),
@@ -603,6 +640,14 @@ BAD: dict[str, Call] = {
     "gradients of the other structure, swapped": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
+    "formula.agrees_with a derivation without the cotangent": lambda gt, a: gt.formula(
+        total(gt), a(V)
+    ).agrees_with(lambda x: 2 * x),
+    "formula.agrees_with two derivations": lambda gt, a: gt.formula(total(gt), a(V)).agrees_with(
+        total(gt), total(gt)
+    ),
+    "cross_check of models with other shapes": lambda gt, a: other_shapes(),
+    "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
     "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)

@@ -254,6 +254,24 @@ UNDECIDED = {
 
 
 @pytest.mark.sweep_at("jax")
+def test_the_reason_for_a_mode_left_out_is_whole_and_public(gt, backend_name):
+    f = lambda x: gt.xp.sum(gt.clip_gradient(x, max_norm=1e9) ** 2)
+    report = check_derivatives(f, (np.array([1.0, 2.0]),), backend_name, order=1)
+    [reason] = report.left_out
+    assert reason.startswith("forward mode: ") and reason.endswith(".")
+    assert "Refusal" not in reason and "mode='reverse'" in reason
+
+
+def test_a_nan_of_second_order_is_not_told_as_a_constant(gt, backend_name):
+    square = gt.custom_rule(lambda x: x**2)
+    nothing = lambda x: 0 * gt.xp.sqrt((x - 1) ** 2)  # the derivative is NaN at 1
+    square.defvjp(lambda x: (x**2, x), lambda x, ct: (ct * (2 * x + nothing(x)),))
+    f = lambda x: gt.xp.sum(square(x))
+    first = refused(check_derivatives, f, (np.array([1.0, 2.0]),), backend_name).first
+    assert first.cause.startswith("correct at first order, wrong at second order")
+    assert "Analytic nan" in first.detail and "constant" not in first.detail
+
+
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_finite_differences_cannot_decide_is_said(gt, name):
     f, *args = UNDECIDED[name]

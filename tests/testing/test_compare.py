@@ -19,7 +19,7 @@ import torch
 from flax import linen, nnx
 
 from gradtools import GradtoolsError
-from gradtools.testing import AgreementError, cross_check
+from gradtools.testing import AgreementError, cross_check, first_divergence
 from gradtools.testing.matching_parameters.parameter_matching import match_parameters
 from tests.support import what_differs
 
@@ -84,6 +84,20 @@ def test_a_program_that_fails_says_which_side_failed():
     with pytest.raises(ValueError, match="out of luck") as caught:
         cross_check(torch=torch.sin, jax=broken, args=(X,))
     assert "raised by the jax program" in caught.value.__notes__[0]
+    assert "swapped" not in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("operator", [cross_check, first_divergence])
+def test_swapped_programs_are_suspected(operator):
+    programs = {"torch": lambda x: torch.tanh(x).sum(), "jax": lambda x: jnp.tanh(x).sum()}
+    both = dict(zip(programs, reversed(programs.values()), strict=True))
+    with pytest.raises(TypeError) as caught:
+        operator(**both, args=(np.ones(3),))
+    assert "Are torch= and jax= swapped?" in " ".join(caught.value.__notes__)
+    with pytest.raises(TypeError) as caught:
+        operator(torch=programs["torch"], jax=programs["torch"], args=(np.ones(3),))
+    assert "raised by the jax program" in (text := " ".join(caught.value.__notes__))
+    assert "Are torch= and jax= swapped?" in text
 
 
 @pytest.mark.parametrize("by", [torch.sin, jnp.sin])
@@ -257,7 +271,7 @@ for check in (cross_check, first_divergence):
         ({"order": 3}, "expected 0, 1 or 2"),
         ({"jax": lambda x: None, "torch": lambda x: None}, "return no array"),
         ({"jax": torch.nn.Linear(3, 3)}, "jax is a torch.nn module, Linear. Pass the PyTorch"),
-        ({"args": (torch.ones(3),)}, "argument 0 is a Tensor, which only one of the frameworks"),
+        ({"args": (torch.ones(3),)}, "argument 0 is a Tensor, which only one framework accepts"),
         ({"args": ({"a": jnp.ones(3)},)}, r"a jax.Array of .*\['a'\] .*Pass NumPy arrays"),
     ],
 )

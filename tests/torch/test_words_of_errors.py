@@ -111,3 +111,66 @@ def test_pytorchs_refusal_keeps_its_type_and_is_ours_too():
 def test_an_f_that_leaves_through_numpy_is_told_so():
     error = _raised(WAYS["grad"], lambda x: torch.as_tensor(x.numpy()).sum())
     assert isinstance(error, GradtoolsError) and "leaves PyTorch by numpy()" in str(error)
+
+
+# functions of (w, x) that PyTorch's vmap rejects in the given words, and that run on one example
+UNMAPPED = {
+    "is not possible because there exists": lambda w, x: (
+        torch.zeros(3, dtype=x.dtype).scatter_(0, torch.tensor([1]), x[:1]) * w
+    ),
+    "doesn't match the broadcast shape": lambda w, x: torch.zeros(3, dtype=x.dtype).add_(x) * w,
+    "doesn't have storage": lambda w, x: w * float(x.numpy()[0]),
+    "mutating directly": lambda w, x: w * setattr_data(torch.zeros_like(w), x),
+    "stack expects each tensor": lambda w, x: w.repeat_interleave((x[:1] > 0) + 1),
+    "different inplace randomness": lambda w, x: w * 0 * torch.zeros(3).normal_() + x,
+    "over torch.allclose": lambda w, x: w * x * torch.allclose(x.detach(), x.detach()),
+    "calling .item()": lambda w, x: w * x[0].item(),
+}
+
+
+def setattr_data(y, x):
+    y.data = x
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("words", UNMAPPED)
+def test_an_operation_that_vmap_rejects_is_told_the_plain_loop(words):
+    f = lambda w, x: UNMAPPED[words](w, x).sum()
+    rows = torch.stack([X, X - 1.5])
+    error = _raised(lambda f: gt.per_example_grad(f)(X, rows), f)
+    assert isinstance(error, GradtoolsError) and "ass chunk_size=1" in str(error)
+    assert words in str(error) and str(error).startswith("per_example_grad: ")
+    assert gt.per_example_grad(f, chunk_size=1)(X, rows).shape == rows.shape
+
+
+class Scatters(torch.autograd.Function):
+    """The square, whose backward pass writes in place into a new tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, ct):
+        into = torch.zeros(3, dtype=torch.float64)
+        return 2 * ctx.saved_tensors[0] * into.scatter_(0, torch.arange(3), ct)
+
+
+def hessian(f, mode):
+    return gt.hessian(lambda x: (f(x) ** 2).sum())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("operator", [gt.jacobian, hessian])
+def test_a_backward_pass_that_vmap_rejects_is_told_the_plain_loop(operator):
+    f = lambda x: Scatters.apply(x) * x
+    error = _raised(lambda f: operator(f, mode="reverse")(X), f)
+    assert isinstance(error, GradtoolsError) and "Pass chunk_size=1" in str(error)
+
+
+def test_a_mismatch_of_shapes_outside_of_vmap_is_pytorchs_own_error():
+    f = lambda x: torch.zeros(3, dtype=x.dtype).add_(x.expand(2, 3)).sum()
+    error = _raised(WAYS["grad"], f)
+    assert type(error) is RuntimeError and "broadcast shape" in str(error)

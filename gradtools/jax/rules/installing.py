@@ -129,15 +129,15 @@ def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
     """
     xs, inputs = as_arrays(xs), range(len(xs))
     carried = [c and is_inexact(x) for c, x in zip(carried, xs, strict=True)]
-    given = _perturbed(rule, carried)
+    given = _perturbed(rule, carried, xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         avals = [*map(jax.typeof, ys)]
         return ys, [False] * len(ys), [], lambda _, *dxs: [*map(_zero, avals)]
     if isinstance(rule, TracedRule) and rule.lift is not None:
         rule, inputs = rule.lift(xs)
-        given = _perturbed(rule, [isinstance(x, int) and carried[x] for x in inputs])
         xs = [xs[x] if isinstance(x, int) else x for x in inputs]
+        given = _perturbed(rule, [isinstance(x, int) and carried[x] for x in inputs], xs)
     places = [x for x, g in zip(inputs, given, strict=True) if g]
     ys, maps, saved = forward_pass(rule, xs, given)
     avals = [*map(jax.typeof, ys)]
@@ -155,7 +155,7 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> Any:
     """Applies the jvp of the rule. The code that computed the outputs is not differentiated."""
-    given = _perturbed(rule, [*map(_carries, tangents[:xs])])
+    given = _perturbed(rule, [*map(_carries, tangents[:xs])], operands)
     moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
     if rule.perturbed is not None:
         assert rule.whole is not None
@@ -170,10 +170,11 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> An
     return ys, _bind_tangent(rule, [*map(jax.typeof, ys)], saved, moving, given)
 
 
-def _perturbed(rule: Rule, carried: Sequence[bool]) -> Mask:
+def _perturbed(rule: Rule, carried: Sequence[bool], xs: Sequence[Any]) -> Mask:
     given = tuple([c and i not in rule.nondifferentiable for i, c in enumerate(carried)])
-    if isinstance(rule, TracedRule) and any(given[i] for i in rule.closed_over):
-        raise closed_over_error(rule.name)
+    for i in rule.closed_over if isinstance(rule, TracedRule) else ():
+        if given[i]:
+            raise closed_over_error(rule.name, xs[i])
     return given
 
 
@@ -206,8 +207,10 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     moving = [i for i, dx in enumerate(tangents[:n]) if _carries(dx)]
     if moving:
         sources = range(n) if rule.saves is None else rule.saves
-        if isinstance(rule, TracedRule) and any(sources[i] in rule.closed_over for i in moving):
-            raise closed_over_error(rule.name)
+        closed_over = rule.closed_over if isinstance(rule, TracedRule) else ()
+        for i in moving:
+            if sources[i] in closed_over:
+                raise closed_over_error(rule.name, operands[i])
         at = lambda *changed: eval_tangent(*replaced_at(operands, moving, changed), **params)
         steps = [varying(tangents[i], varies(operands[i])) for i in moving]
         parts.append(jax.jvp(at, [operands[i] for i in moving], steps)[1])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gradtools.arguments.checks import check_function
+from gradtools.boundary import user_facing
 from gradtools.printing import printable
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import in_complex_numbers
@@ -185,6 +187,7 @@ class Formula:
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
 
+    @user_facing
     def agrees_with(
         self, derivation: Callable[..., Any], *, tolerance: float | None = None
     ) -> Agreement:
@@ -208,6 +211,7 @@ class Formula:
             GradtoolsError: The function `derivation` returns a wrong number of cotangents. Errors
                 of `derivation` are propagated.
         """
+        check_function("formula.agrees_with", derivation, "derivation", curried=False)
         assert self.compare is not None
         return self.compare(derivation, tolerance)
 

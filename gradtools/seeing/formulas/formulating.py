@@ -20,7 +20,7 @@ import numpy as np
 from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.seeing.formulas.derivation import Agreement, Formula
 from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, evaluate
 from gradtools.seeing.graphs.program import LeafProgram, spoken
@@ -215,7 +215,16 @@ class _Comparison:
         results: list[Agreement] = []
         for point in self.points:
             theirs = self._numbers(point)
-            result = derivation(*map(self._array, chain(*point)))
+            values = [*map(self._array, chain(*point))]
+            try:
+                result = derivation(*values)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # raised inside of derivation
+                raise TypeRefusal(
+                    f"formula.agrees_with: derivation is called with {call}, in this order: "
+                    f"{error}."
+                ) from error
             own = list(result) if isinstance(result, tuple | list) else [result]
             if len(own) != len(names):
                 raise GradtoolsError(

@@ -42,7 +42,9 @@ class Framework:
 
     def __init__(self, backend: Backend, caller: str) -> None:
         if backend.name not in ("torch", "jax"):
-            raise GradtoolsError(f"{caller}: not supported by the backend {backend.name!r}.")
+            raise GradtoolsError(
+                f"{caller}: the backend {backend.name!r} does not provide this operator."
+            )
         self._package = f"gradtools.seeing.{backend.name}"
 
     def __getattr__(self, name: str) -> Any:

@@ -507,12 +507,15 @@ class DerivativeCheck:
             record = self.against_slope(mode, paths[i], derivative, part, order)
             if not record.agrees and order == 2:
                 known = f" ({record.cause})" if record.cause else ""
-                record = record.because(
-                    f"correct at first order, wrong at second order{known}",
-                    f"{record.detail} A value that depends on the arguments, such as a residual, "
-                    "is treated as a constant.",
+                constant = (
+                    " A value that depends on the arguments, such as a residual, is treated as a "
+                    "constant."
                 )
-                record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, each)
+                mine = widened(derivative(0.0))
+                detail = record.detail + constant * bool(np.isfinite(mine).all())
+                cause = f"correct at first order, wrong at second order{known}"
+                record = record.because(cause, detail)
+                record = self.unless_rounding(record, mine - part.value, each)
             self.report.comparisons.append(record)
 
     def _linear(self, mode: str, what: str, a: Arrays, b: Arrays, paths: Sequence[str]) -> None:

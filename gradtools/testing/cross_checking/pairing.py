@@ -15,7 +15,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import Side, nested, tokens
 from gradtools.testing.matching_parameters.mapping import Layout, ParameterMapping, ParameterPair
-from gradtools.testing.matching_parameters.parameter_matching import match_parameters
+from gradtools.testing.matching_parameters.parameter_matching import matched
 from gradtools.testing.matching_parameters.parameter_names import joined, without_collection
 
 
@@ -127,4 +127,4 @@ def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool
         same = Layout("as it is")
         pairs = [ParameterPair(name, paths[name], same, shape) for name, shape in shapes.items()]
         return ParameterMapping(tuple(pairs))
-    return match_parameters(mine, nested(theirs), mapping, partial=partial)
+    return matched(caller, mine, nested(theirs), mapping, partial)

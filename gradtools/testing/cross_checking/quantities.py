@@ -308,8 +308,16 @@ class CrossCheck:
 
     def naming(self, side: Side) -> AbstractContextManager[None]:
         """Context manager that adds the side's name to an exception."""
-        kind = {"torch": "torch.Tensor", "jax": "jax.Array"}[side.name]
-        return naming(self.caller, f"the {side.name} program, which is called with {kind}s")
+        kind, others = {
+            "torch": ("torch.Tensor", ("jax",)),
+            "jax": ("jax.Array", ("torch", "Tensor")),
+        }[side.name]
+
+        def hint(error: Exception) -> str:
+            foreign = isinstance(error, TypeError) and any(word in str(error) for word in others)
+            return " Are torch= and jax= swapped?" if foreign else ""
+
+        return naming(self.caller, f"the {side.name} program, which is called with {kind}s", hint)
 
     # --- directions and points
 

@@ -107,6 +107,13 @@ def match_parameters(
         >>> mapping.to_jax(mine)["fc_1"]["kernel"].shape
         (2, 3)
     """
+    return matched(CALLER, torch_params, jax_params, overrides, partial)
+
+
+def matched(
+    caller: str, torch_params: Any, jax_params: Any, overrides: Any, partial: bool
+) -> ParameterMapping:
+    """Implements `match_parameters` on behalf of the operator `caller`."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     search = _Matching(read_torch(torch_params), read_jax(jax_params), transposed)
@@ -114,7 +121,7 @@ def match_parameters(
         search.override(name, target)
     search.by_name()
     search.by_order()
-    return search.result(partial)
+    return search.result(caller, partial)
 
 
 class _Matching:
@@ -242,7 +249,7 @@ class _Matching:
         complete = trained[0] == trained[1] and len(trained[0]) == len({*theirs} - {"mean", "var"})
         return [*found.values()] if complete else []
 
-    def result(self, partial: bool) -> ParameterMapping:
+    def result(self, caller: str, partial: bool) -> ParameterMapping:
         """Returns the mapping; raises an error if an array is unpaired and `partial` is false."""
         rest: list[str] = []
         for name, x in self.torch.items():
@@ -254,15 +261,27 @@ class _Matching:
                 rest.append(f"{name} {x.shape} (no counterpart in JAX)")
         rest += [f"{joined(p)} {y.shape} (no counterpart in PyTorch)" for p, y in self.jax.items()]
         if rest and not partial:
+            option = "overrides" if caller == CALLER else "mapping"
+            all_of_them = ", and partial=True omits all of them" if caller == CALLER else ""
             raise GradtoolsError(
-                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair these with overrides (or "
-                "mapping)={torch name: jax name}; None in place of JAX's name omits a PyTorch "
-                "parameter, and partial=True omits all of them."
+                f"{caller}: unpaired parameters: {', '.join(rest)}.{self._unequal()} Pair these "
+                f"with {option}={{torch name: jax name}}; None in place of JAX's name omits a "
+                f"PyTorch parameter{all_of_them}."
             )
         order = [*self.source]
         entries = sorted(self.entries, key=lambda e: order.index(e.torch_name))
         left_out = (*self.left_out, *rest)
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
+
+    def _unequal(self) -> str:
+        """Names the unpaired arrays of equal roles, whose shapes differ."""
+        found = []
+        for name, x in self.torch.items():
+            module, _, leaf = name.rpartition(".")
+            for path, y in self.jax.items():
+                if joined(path[:-1]) == module and path[-1] in _LEAVES.get(leaf, (leaf,)):
+                    found.append(f"{name} {x.shape} and {joined(path)} {y.shape}")
+        return f" The shapes of {', '.join(found)} do not correspond." if found else ""
 
     def _spelled(self, module: str) -> tuple[str, ...]:
         """Returns the path of a PyTorch module, renamed by the overrides."""

@@ -18,7 +18,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo, real_tensors_too
 from gradtools.torch.edits import edit_application
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
+from gradtools.torch.functorch_wrappers import differentiated, is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import is_followed
 from gradtools.torch.operation_marks import note_edit, pushing_in_trace
 from gradtools.torch.rules.checking import closes_over_tracked
@@ -123,17 +123,3 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
             "torch.no_grad()."
         )
     return [y.detach() for y in ys]
-
-
-def differentiated(xs: Sequence[Tensor]) -> bool:
-    """Returns whether xs may be differentiated, by autograd, forward mode or torch.func."""
-    levels = upstream.get_interpreter_stack() or ()
-    if any(level.key() in _DERIVATIVES for level in levels):
-        return True
-    plain = [unwrapped(x) for x in xs] if levels else xs
-    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
-        return True
-    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
-
-
-_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)

@@ -83,7 +83,8 @@ class OpenedTree:
 
 def is_same(a: Any, b: Any) -> bool:
     """Compares two structures. `a != b` is wrong for a JAX PyTreeDef and an `OpenedTree`."""
-    return bool(a == b)
+    # JAX 0.7 raises an error if a PyTreeDef is compared with another type.
+    return isinstance(a, OpenedTree) == isinstance(b, OpenedTree) and bool(a == b)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

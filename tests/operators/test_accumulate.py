@@ -476,7 +476,7 @@ BAD_TARGETS = {
     ),
     "device": (
         lambda torch: torch.ones(2, device="meta", requires_grad=True),
-        r"grads\['w'\] is float32 of shape \(2,\) on cpu; expected .* on meta.*Move it",
+        r"grads\['w'\] is float32 of shape \(2,\) on cpu; expected .* on meta.*Move the gradient",
     ),
 }
 

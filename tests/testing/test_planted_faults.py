@@ -172,7 +172,7 @@ fault(
     lambda x: torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0),
     lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
     ROOTS,
-    says="branch that where discards",
+    says="branch that `where` discards",
 )
 fault(
     "jvp",

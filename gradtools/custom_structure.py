@@ -12,6 +12,7 @@ from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
+from gradtools.integrations.containers import is_same
 from gradtools.rule_contract import Aval, Primal
 from gradtools.rules import ARRAY, Entries, Linearized, avals_of, lengths_of, refilled
 
@@ -52,7 +53,7 @@ class Specialization:
         self.entries = self.backend.entries_of(self.treedef, self.others)
         leaf = self.backend.flatten(ARRAY)[1]
         only_arrays = all(o is ARRAY for o in self.others)
-        self.is_flat = only_arrays and all(treedef == leaf for _, treedef in self.entries)
+        self.is_flat = only_arrays and all(is_same(treedef, leaf) for _, treedef in self.entries)
         of, statics, arguments = self.of, self.statics, self.arguments
         fun: Any = of.fun
         fwd: Any = of.fwd

@@ -23,7 +23,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, name_of, with_article
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.integrations.containers import whole
+from gradtools.integrations.containers import is_same, whole
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ class KernelCall:
         _BY_KEY[self.key] = self
         leaf = self.trees.flatten(ARRAY)[1]
         entries = self.trees.entries_of(self.treedef, self.others)
-        flat = all(x is ARRAY for x in self.others) and all(t == leaf for _, t in entries)
+        flat = all(x is ARRAY for x in self.others) and all(is_same(t, leaf) for _, t in entries)
         object.__setattr__(self, "flat", flat)
 
     def __repr__(self) -> str:

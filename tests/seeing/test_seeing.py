@@ -77,7 +77,8 @@ def test_nothing_lost_is_false_and_says_so(gt, x):
 
 
 def test_the_report_is_json(gt, x):
-    report = gt.why_zero(lambda x: gt.xp.round(x).sum(), x)
+    # no other test calls trunc: a function that JAX 0.7 caches has the line of its first use
+    report = gt.why_zero(lambda x: gt.xp.trunc(x).sum(), x)
     found = json.loads(report.to_json())
     assert found["findings"][0]["kind"] == "zero_derivative"
     assert found["findings"][0]["source"]["file"].endswith("test_seeing.py")

@@ -129,12 +129,13 @@ class _Comparison:
     def shown(self) -> Formula:
         """Returns the formula with the result of the comparison in ``formula.check``.
 
-        The formula is compared at the given arguments and at random points near them. Random points
-        at which f raises an error or a number is not finite are replaced by nearer points.
+        The formula is compared at the given arguments and at random points near them. A random
+        point at which f raises an error or computes a number that is not finite is replaced by a
+        nearer point.
 
         Raises:
-            GradtoolsError: The formula differs from automatic differentiation, or some numbers are
-                not finite at every point.
+            GradtoolsError: The formula differs from automatic differentiation, or every point has a
+                number that is not finite.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)
@@ -184,7 +185,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at `point` whose own formula agrees."""
+        """Returns whether f runs a different program at `point`, and its formula agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -253,7 +254,7 @@ class _Comparison:
         return inputs, [*map(draw, cotangents)], [*map(draw, directions)]
 
     def _leaves(self, point: Point) -> list[Any]:
-        """Returns f's leaves with the values of `point`; keeps integers and random keys."""
+        """Returns f's leaves with the values of `point`; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
@@ -265,7 +266,7 @@ class _Comparison:
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
     def _numbers(self, point: Point) -> Sequence[Arrays]:
-        """Returns the framework's outputs, gradients and, at order 2, the double backward."""
+        """Computes outputs, gradients and, at order 2, second-order gradients by the framework."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         try:
             return self.programs.differentiated(self.program, self.recorded, self.active, at)
@@ -302,9 +303,9 @@ def compared(
     """Compares each array of `mine` with an array of `theirs`; None represents zeros.
 
     Errors are relative to the largest absolute value in the two arrays, or to `floor` times the
-    largest number in `scale` if this is larger. Arrays with smaller numbers may contain only
-    rounding errors. For example, the gradient of a bias before batch normalization is 0 but is
-    computed as 1e-17.
+    largest absolute value in `scale` if this product is larger. Arrays with smaller numbers may
+    contain only rounding errors. For example, the gradient of a bias before batch normalization is
+    0 but is computed as 1e-17.
 
     who: The name of `mine` in the message, such as "formula".
     """

@@ -41,7 +41,7 @@ class PassStep:
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A node at which a gradient becomes zero or NaN; `zeros` lists its zero operands."""
+    """A node at which a gradient becomes zero or NaN, with the indices of zero operands."""
 
     node: Node
     kind: str

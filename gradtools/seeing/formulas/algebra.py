@@ -255,7 +255,7 @@ def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
-    """Broadcasts x along new axes; this is the adjoint of `total` without `keep`."""
+    """Broadcasts x along new axes, which is the adjoint of `total` without `keep`."""
     axes = set(axes)
     return broadcast(x, shape, [a for a in range(len(shape)) if a not in axes])
 

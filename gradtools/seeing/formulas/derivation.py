@@ -53,8 +53,8 @@ class Formula:
     """A program and its derivatives, written as mathematics.
 
     Args:
-        recorded: The recorded program, with the leaves of the arguments, followed by the
-            differentiated captured arrays, as its inputs.
+        recorded: The recorded program. The inputs of the program are the leaves of the arguments,
+            followed by the differentiated captured arrays.
         order: The order of the derivatives: 1, or 2 to include the double backward.
         active: The positions of the differentiated inputs.
 
@@ -152,7 +152,7 @@ class Formula:
 
     @cached_property
     def _statements(self) -> Statements:
-        """The written lines of the program and its adjoints."""
+        """Returns the written lines of the program and its adjoints."""
         barred = ", ".join(self._names[p].text for p in self.places[1])
         sections = [
             Section("the program", "", self._outputs),

@@ -266,7 +266,7 @@ class _Comparison:
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
     def _numbers(self, point: Point) -> Sequence[Arrays]:
-        """Computes outputs, gradients and, at order 2, second-order gradients by the framework."""
+        """Computes outputs, gradients and, at order 2, second derivatives with the framework."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         try:
             return self.programs.differentiated(self.program, self.recorded, self.active, at)

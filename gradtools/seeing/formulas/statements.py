@@ -135,7 +135,7 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section, done: set[Expr]) -> None:
-        """Writes an equation for each named value, and then one for each result of the section."""
+        """Writes an equation for each named value, and for each result of the section."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}

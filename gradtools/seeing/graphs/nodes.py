@@ -219,7 +219,10 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Returns the positions of the nodes on which outputs or `anyhow` nodes depend."""
+    """Returns the positions of the nodes on which the outputs depend.
+
+    Nodes that satisfy `anyhow`, and the nodes on which they depend, are included.
+    """
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):

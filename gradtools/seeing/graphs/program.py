@@ -54,7 +54,7 @@ class Framework:
 
 
 class LeafProgram:
-    """``f(*args, **kwargs)`` as a function of its array leaves.
+    """The call ``f(*args, **kwargs)``, represented as a function of its array leaves.
 
     Attributes:
         framework: The PyTorch or JAX modules that implement `gradtools.seeing`.
@@ -95,7 +95,7 @@ class LeafProgram:
         called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
         self._held, self._treedef = backend.flatten(whole)
         for k, path in enumerate(backend.leaf_paths(whole)):
-            owner, _, below = path[1:].partition("]")  # of [0]['w']
+            owner, _, below = path[1:].partition("]")  # such as [0]['w']
             i, leaf = int(owner), self._held[k]
             name = f"argument {called[i]}{below}"
             if i in self.argnums:
@@ -123,7 +123,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager that re-raises errors of f as GradtoolsError, with the line in f."""
+        """Context manager that re-raises errors of f as GradtoolsError, with the source line."""
         try:
             yield
         except GradtoolsError:

@@ -1,4 +1,4 @@
-"""Traces programs, including Python branches on values and data-dependent shapes.
+"""Traces programs, including programs with Python branches on values or data-dependent shapes.
 
 A program is traced abstractly, so no number is computed. A program under eager `jax.grad` may
 branch on values, but plain tracing fails at such a branch, because tracers have no values. Such a
@@ -230,7 +230,7 @@ class _AnsweringTracer(Tracer):
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """Returns a function that JAX calls to get the wrapped tracer of a tracer in a closure.
+        """Returns a function that JAX calls to unwrap a tracer that a closure captures.
 
         JAX reads this attribute of every array, because some arrays are symbolic dimensions.
         Integers may be used as shapes, so integer tracers raise AttributeError, and JAX then

@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns outputs and gradients of f; if `point` has directions, also second derivatives.
+    """Returns outputs, gradients and, if `point` has directions, second derivatives of the program.
 
     active: The positions of the differentiated inputs.
     point: The inputs, the cotangents and, at order 2, the directions.

@@ -4,8 +4,8 @@ The user's function runs once under the recorders of `recording/`, and its side 
 
 The graph does not show operations of NumPy or Python on data from tensors. To find where such data
 returns to PyTorch, the run is repeated with perturbed numbers at the line of the conversion.
-Any output that changes in this run depends on the line. Any number or array whose contents change
-when it is converted back to a tensor also depends on the line.
+Any output that changes in this run depends on the converted data. A number or array that is
+converted back to a tensor also depends on the converted data if its contents change in this run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns the indices of conversions of leaf-dependent values whose dependents are unknown."""
+    """Returns the indices of the conversions whose dependent values are not yet known.
+
+    Only conversions of values that depend on a leaf are included.
+    """
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}

@@ -260,7 +260,7 @@ class ConnectionRecorder(RunRecorder):
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records a conversion of tensors to NumPy, Python numbers, or a bool for branches."""
+        """Records a conversion of tensors to NumPy arrays, Python numbers or branch conditions."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -290,7 +290,7 @@ class ConnectionRecorder(RunRecorder):
         A changed result of f is included only if no earlier value differs.
         """
         both = zip(self.entries, other.entries, strict=False)
-        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until branches differ
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ
         changed = [of for (_, of, data), (*_, new) in alike if data != new]
         entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
         results = zip_longest(self._results, other._results)

@@ -87,9 +87,10 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether an operand at `place` is zero, but changes when other leaves are trained.
+        """Returns whether training of other leaves can change a zero operand at `place`.
 
-        The operand does not depend on `leaf`. The other leaves have gradients that are not zero.
+        The zero operand must not depend on `leaf`, and must depend on a leaf whose gradient is not
+        zero.
         """
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]

@@ -73,7 +73,7 @@ def product(
     """Returns the canonical einsum of factors; the axis labels of each factor must be distinct.
 
     out: The distinct axis labels of the result.
-    shape: The axis lengths of the result. The default is the axis lengths of the factors.
+    shape: The axis lengths of the result. By default, the factors determine the axis lengths.
     """
     out = tuple(out)
     size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
@@ -198,7 +198,8 @@ def times(*factors: Expr) -> Expr:
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
     """Broadcasts x to the given shape.
 
-    axes: The axis of the result for each axis of x. The default is the last axes of the result.
+    axes: The axis of the result for each axis of x. By default, the axes of x are the last axes of
+        the result.
     """
     rank = len(shape)
     return product([(x, axes or range(rank - x.rank, rank))], range(rank), shape)
@@ -372,8 +373,8 @@ def plus(*terms: Expr) -> Expr:
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """Applies an elementwise operation with NumPy broadcasting, before the broadcast if possible.
 
-    kind: The kind of the result. The default is the promoted kind of the arguments, at least
-        "real".
+    kind: The kind of the result. By default, the kind is the promoted kind of the arguments, and at
+        least "real".
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))

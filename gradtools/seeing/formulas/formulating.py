@@ -1,10 +1,11 @@
 """Public operator `formula`, which writes derivatives as mathematics and checks them.
 
-A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
-The formula is evaluated in NumPy and compared with the framework's derivatives of f (reverse mode;
-reverse over reverse at order 2) before it is returned. The comparison is made in the precision of
-f, at the given arguments and at random points near them at which f runs the same program. A manual
-derivation by the user is compared with the framework's derivatives in the same way.
+A backend records one run of a function f as expressions, and `Formula` transforms them to the
+adjoint program. The formula is evaluated in NumPy and compared with the framework's derivatives of
+f (reverse mode; reverse over reverse at order 2) before it is returned. The comparison is made in
+the precision of f, at the given arguments and at random points near them at which f runs the same
+program. A manual derivation by the user is compared with the framework's derivatives in the same
+way.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class _Comparison:
         """Returns the formula with the result of the comparison in ``formula.check``.
 
         The formula is compared at the given arguments and at random points near them. A random
-        point at which f raises an error or computes a number that is not finite is replaced by a
-        nearer point.
+        point at which the function raises an error or computes a number that is not finite is
+        replaced by a nearer point.
 
         Raises:
             GradtoolsError: The formula differs from automatic differentiation, or every point has a
@@ -170,7 +171,7 @@ class _Comparison:
             point = self._point(rng, step)
             try:
                 theirs = self._numbers(point)
-            except GradtoolsError:  # f may be undefined at the point
+            except GradtoolsError:  # the function may be undefined at the point
                 continue
             if not all_finite(chain(*theirs)):
                 continue
@@ -185,7 +186,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs a different program at `point`, and its formula agrees."""
+        """Returns whether f runs another program at `point` with a formula that agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -254,7 +255,7 @@ class _Comparison:
         return inputs, [*map(draw, cotangents)], [*map(draw, directions)]
 
     def _leaves(self, point: Point) -> list[Any]:
-        """Returns f's leaves with the values of `point`; integers and random keys are unchanged."""
+        """Returns the leaves with the values of `point`; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]

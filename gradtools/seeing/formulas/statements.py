@@ -1,8 +1,8 @@
 """Writes a program and its adjoints as lines of mathematics; names intermediate values.
 
-A value is named if it is a result, if its expression is long and used more than once, or if a line
-would otherwise be too long. The name of a cotangent is the name of its primal value, with a bar.
-The name of a leaf is the shortest unique suffix of its path, such as
+A value is named if it is a result, if its expression is not short and is used more than once, or if
+the text of its expression is longer than `_LONG` characters. The name of a cotangent is the name of
+its primal value, with a bar. The name of a leaf is the shortest unique suffix of its path, such as
 ``argument 0['layers'][1].weight``.
 """
 

@@ -2,7 +2,7 @@
 
 Matrix products are written by juxtaposition. Elementwise products are written with a circled dot.
 Sums over axes are written with Σ and the letters of the axes. Letters identify axes, so broadcasts
-are not written. A product that would be ambiguous in this notation, such as a product of arrays
+are not written. A product that is ambiguous in this notation, such as a product of arrays
 with three axes, is written as an einsum.
 
 A contraction is written as a matrix product if each summed label belongs to two factors and the

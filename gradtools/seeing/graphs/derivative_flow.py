@@ -16,7 +16,7 @@ value to the inner value, with the strength of the dependence::
     loop     initial -> carry,  result -> carry,  condition -cut-> result
     branch   result of each branch -> result,  predicate -cut-> result
 
-Several nodes may therefore produce the same value, and the joins of a loop form a cycle, so
+Several nodes may produce the same value, and the joins of a loop form a cycle, so
 strengths are computed as a fixed point over all iterations.
 """
 

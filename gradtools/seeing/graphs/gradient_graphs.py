@@ -46,7 +46,7 @@ class Graph(PlainGraph):
     to_html = drawing.to_html
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
-        """Saves the graph in the format of the suffix: .svg, .html, .dot, .gv, .mmd, .md, .txt."""
+        """Saves the graph as .svg, .html, .dot, .gv, .mmd, .md or .txt, depending on the suffix."""
         saving.save(self, FORMS, path, **view)
 
     def _repr_html_(self) -> str:

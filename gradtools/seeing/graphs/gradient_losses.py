@@ -6,7 +6,7 @@ differentiable value and affects the output only through values that are not dif
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-Therefore no gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
+No gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
 differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing
 constant. No gradient is lost at the condition of a `where` if the selected data also depends on the
 leaf; the gradient is then lost at an operation that computes the data::
@@ -73,9 +73,9 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """Returns the operations at which the derivative of `ends` with respect to `start` is lost.
 
-    The list includes later operations at which the derivative would also be lost on all paths, if
-    they are `detach`, `stop_gradient`, `no_grad` or conversions to NumPy, or are on the same line
-    as an earlier operation in the list. The user must change each of these operations.
+    The list includes later operations at which the derivative is also lost on all paths, if the
+    operations are `detach`, `stop_gradient`, `no_grad` or conversions to NumPy, or are on the same
+    line as an earlier operation in the list. The user must change all operations in the list.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()

@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # marks operations that compute derivatives inside of f
+INNER = "inner derivative"  # marks operations that compute derivatives in the forward pass
 
 
 def cotangent_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The
+named by its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
 constructor also validates the user's arguments.
 """
 
@@ -61,7 +61,7 @@ class LeafProgram:
         leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
         statics: Pairs of a leaf that is not an array, such as a module, and the name of this leaf.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
-        out_names: The name of each leaf of f's result in the latest run.
+        out_names: The name of each leaf of the result of the latest run.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager that re-raises errors of f as GradtoolsError, with the source line."""
+        """Context manager that raises GradtoolsError, with the source line, if the program fails."""
         try:
             yield
         except GradtoolsError:
@@ -142,7 +142,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with `leaves` as its array leaves, and returns the leaves of the result."""
+        """Calls the function with the array leaves `leaves`; returns the leaves of the result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))

@@ -1,10 +1,11 @@
 """Traces programs, including programs with Python branches on values or data-dependent shapes.
 
 A program is traced abstractly, so no number is computed. A program under eager `jax.grad` may
-branch on values, but plain tracing fails at such a branch, because tracers have no values. Such a
-program is traced under a `Trace` that wraps JAX's trace and forwards every primitive to the wrapped
-trace. If Python needs the value of a tracer (``bool(x)``), the value is computed from the jaxpr of
-the incomplete trace, and the program is traced again with all known values::
+branch on values, but plain tracing fails at such a branch, because tracers have no values. A
+program that branches on values is traced under a `Trace` that wraps JAX's trace and forwards every
+primitive to the wrapped trace. If Python needs the value of a tracer (``bool(x)``), the value is
+computed from the jaxpr of the incomplete trace, and the program is traced again with all known
+values::
 
     answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 

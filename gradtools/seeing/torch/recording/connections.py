@@ -76,8 +76,9 @@ class ConnectionRecorder(RunRecorder):
         sizes: Maps value indices to the largest absolute value of the tensor, as in
             `PassesAtValues`.
         refusal: The PyTorch error that ended the run, and the finding that describes the error.
-        leaves: The copies of the leaves that were passed to f. Their value indices are in `inputs`.
-        outs: The results of f. Their value indices are in `outputs`.
+        leaves: The copies of the leaves that were passed to the function, with their value indices
+            in `inputs`.
+        outs: The results of the function, with their value indices in `outputs`.
     """
 
     caller = "why_zero"
@@ -95,7 +96,7 @@ class ConnectionRecorder(RunRecorder):
         self.leaves, self.outs = list[Any](), list[Any]()
         self.inputs, self.outputs = list[int](), list[int]()
         self._replaced, self._other = replaced, other
-        self._results: list[Any] = []  # fingerprints of the results of f
+        self._results: list[Any] = []  # fingerprints of the results of the run
         self._scalars: list[int] = []  # value indices of Python numbers read from tensors
         self._is_plain = True  # False inside of torch.func transforms
         self._edges: dict[int, Edge] = {}  # maps the id of a tensor to its gradient edge
@@ -117,7 +118,7 @@ class ConnectionRecorder(RunRecorder):
             if self.refusal is None or self.refusal[0] not in causes:
                 raise
         else:
-            self.refusal = None  # f caught the error
+            self.refusal = None  # the function caught the error
         with self.silent():
             number_of = lambda y: (self.of if isinstance(y, Tensor) else self.new)(y)
             self.outputs = [*map(number_of, self.outs)]
@@ -287,7 +288,7 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
-        A changed result of f is included only if no earlier value differs.
+        A changed result of the function is included only if no earlier value differs.
         """
         both = zip(self.entries, other.entries, strict=False)
         alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ

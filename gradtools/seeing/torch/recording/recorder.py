@@ -196,7 +196,7 @@ class Recorder(Generic[V]):
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
-        """Records a tensor that existed before the run."""
+        """Adds a captured tensor to `captured`, and copies the tensor for `Undo`."""
         self.captured[number] = x
         self.undo.watch(x)
 

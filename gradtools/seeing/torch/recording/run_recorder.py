@@ -43,7 +43,7 @@ class RecordedNode:
         node: The graph node; `node.links` is None if the links are not yet known.
         name: The aten name without the underscore of in-place variants.
         grad_enabled: Whether grad mode was enabled.
-        inner: Whether the operation ran in a backward pass that f itself started.
+        inner: Whether the operation ran in a backward pass that the recorded function started.
         written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
         known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the

@@ -87,7 +87,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether training of other leaves can change a zero operand at `place`.
+        """Returns whether training other leaves can change a zero operand at `place`.
 
         The zero operand must not depend on `leaf`, and must depend on a leaf whose gradient is not
         zero.

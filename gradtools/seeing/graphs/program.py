@@ -123,7 +123,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager that raises GradtoolsError, with the source line, if the program fails."""
+        """Context manager that raises GradtoolsError with the source line if the program fails."""
         try:
             yield
         except GradtoolsError:

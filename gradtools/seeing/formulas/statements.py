@@ -96,7 +96,7 @@ class Statements:
                 names[x] = self._new(self._base(x))
 
     def _repeated(self, roots: Sequence[Expr]) -> list[Expr]:
-        """Returns unnamed values that are not short and are used more than once, maybe transposed."""
+        """Returns long unnamed values that are used more than once, possibly transposed."""
         uses = Counter(roots)
         for x in self.values:
             if not is_wrapper(x):

@@ -135,7 +135,7 @@ _SPENT = (
 )
 
 
-# --- networks whose gradients are stopped intentionally ------------------------------------
+# --- networks whose gradients are stopped intentionally ----------------------------------
 
 _TARGET = "not trained, like a target network or a teacher"
 

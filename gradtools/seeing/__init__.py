@@ -1,4 +1,4 @@
-"""Inspection of automatic differentiation: finds lost gradients, draws graphs, writes formulas.
+"""Inspects automatic differentiation: finds lost gradients, draws graphs and writes formulas.
 
 `torch/` and `jax/` record PyTorch and JAX programs as a `Graph` (`graphs/gradient_graphs.py`),
 which has one format for both frameworks. Analyses of the graph compute how outputs depend on inputs

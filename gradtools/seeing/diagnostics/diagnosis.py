@@ -47,7 +47,7 @@ def recording_of(program: LeafProgram) -> Recording:
     """Records one run of a program, and the gradients at the values of its leaves.
 
     Raises:
-        GradtoolsError: The function f raised an error.
+        GradtoolsError: The function of the program raised an error.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
@@ -84,7 +84,7 @@ def diagnosed(
         program: The function and its leaves.
         recording: The recorded run of `program`.
         examined: Maps the name of each leaf or parameter to the indices of its values in the graph.
-            The sequence is empty if f does not read the array.
+            The sequence is empty if the program does not read the array.
         absent: The kind of finding, a key of `KINDS`, for an array from which no data flows to the
             output.
     """
@@ -154,7 +154,7 @@ def _is_stopped(lost: Sequence[Loss]) -> bool:
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Converts a leaf's `Loss` objects to findings, one for each line, kind and operation."""
+    """Converts a leaf's losses to findings, one for each source line, kind and operation."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -213,7 +213,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """Returns the line that defines f, or the forward method if f is a module."""
+    """Returns the source line of the definition of f, or of its forward method if f is a module."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):
@@ -222,9 +222,9 @@ def source_of(f: Any) -> Source | None:
 
 
 def of_modules_in_use(recording: Recording) -> list[tuple[str, Any]]:
-    """Returns the captured parameters of all modules from which f reads at least one parameter.
+    """Returns the captured parameters of the modules that the recorded function uses.
 
-    A module that f captures is ignored if f reads none of its parameters.
+    A captured module is ignored if the function reads none of its parameters.
     """
     root = lambda name: name.partition(".")[0]
     used = {root(name) for name, x in recording.parameters if recording.numbers(x)}

@@ -77,7 +77,7 @@ KINDS: dict[str, FindingKind] = {
         "use the argument that f receives, not a captured array in its place, and return the "
         "framework's own array, not a NumPy or Python number",
     ),
-    # at these values
+    # kinds of losses that occur only at the given values
     "zero": FindingKind(
         "the operation receives a gradient and returns only zeros at these values",
         "check the operands: a factor of zero, a negative input of a relu, a clipped or saturated "
@@ -95,7 +95,7 @@ KINDS: dict[str, FindingKind] = {
             "get gradients that are NaN or infinite:",
         ),
     ),
-    # findings on a model
+    # kinds of findings about the parameters of a model
     "unread": _in_training(
         "the loss does not use the parameter",
         "use the parameter in the loss, or remove the parameter from the model",

@@ -5,8 +5,8 @@ every value (`PassesAtValues`). The analysis is the same for both frameworks:
 
 - A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at
   backward steps that return zeros for a nonzero cotangent, or that create zeros without reading a
-  cotangent. If nonzero cotangents sum to zero, the gradient is lost at the operation from which
-  these cotangents were computed.
+  cotangent. If nonzero cotangents sum to zero, the gradient is lost at the last operation on which
+  all of these cotangents depend.
 - A NaN is traced back from the outputs, or from the gradient if the outputs are finite, to the
   steps with finite operands whose result is NaN or infinite.
 """
@@ -28,8 +28,8 @@ class PassStep:
 
     Attributes:
         node: The graph node of the forward operation that this step computes or differentiates;
-            None if the step is internal, such as the stacking of a loop's iterations. Internal
-            steps are not reported.
+            None if the step is internal, such as the stacking of the results of a loop's
+            iterations. Internal steps are not reported.
         inputs: The indices of the values that the step reads.
         outputs: The indices of the values that the step produces.
     """
@@ -41,7 +41,7 @@ class PassStep:
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A node at which a gradient becomes zero or NaN; `zeros` lists the operands that are zero."""
+    """A node at which a gradient becomes zero or NaN, with the indices of zero operands."""
 
     node: Node
     kind: str
@@ -87,9 +87,10 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether an operand at `place` is zero, but changes when other leaves are trained.
+        """Returns whether training other leaves can change a zero operand at `place`.
 
-        The operand does not depend on `leaf`. The other leaves have gradients that are not zero.
+        The zero operand must not depend on `leaf`, and must depend on a leaf whose gradient is not
+        zero.
         """
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
@@ -128,7 +129,7 @@ class PassesAtValues:
         def onward(step: PassStep) -> list[int]:
             zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
             entering = self._cotangents.intersection(step.inputs)
-            if not entering:  # a rule of the backward pass created the zeros
+            if not entering:  # the backward pass created the zeros
                 return [v for v in zeros if self._makers.get(v, -1) >= first]
             return [*entering] if entering.issubset(zeros) else []
 
@@ -151,7 +152,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """Returns the last step on which all cotangents read by `step` depend, or else `step`."""
+        """Returns the last step on which all cotangents that `step` reads depend, or `step`."""
         onward = lambda step: [*self._cotangents.intersection(step.inputs)]
         behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
@@ -163,7 +164,7 @@ class PassesAtValues:
         return [*dict.fromkeys(ends)]
 
     def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
-        """Returns the steps at which a backward traversal from `values` ends, in order."""
+        """Returns the steps at which a backward traversal from `values` ends, in program order."""
         ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
 

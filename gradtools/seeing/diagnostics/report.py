@@ -15,15 +15,15 @@ from gradtools.seeing.graphs.nodes import grouped, shared_length
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The result of `why_zero`; false if no gradient is lost.
+    """The result of `why_zero`, which is false if no gradient is lost.
 
     Attributes:
-        findings: All lost gradients, grouped by argument, in program order.
+        findings: The lost gradients, with one finding for each leaf and cause.
         arguments: The names of the leaves that were examined.
         notes: Notes on gradients that may be stopped intentionally. Each note contains a text and
             the names of the affected leaves.
 
-    `str(report)` groups leaves with equal findings: "these 41 leaves: bert.*".
+    `str(report)` groups leaves with equal findings, for example "these 41 leaves: bert.*".
     """
 
     findings: tuple[Finding, ...]
@@ -95,7 +95,7 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges findings of several leaves that have the same kind and source line."""
+    """Merges findings of several leaves if the findings have the same kind and source line."""
     merged = []
     for findings in grouped((f for of in several for f in of), _place).values():
         names = list(dict.fromkeys(f.operation for f in findings))
@@ -131,13 +131,13 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _noun(names: Sequence[str]) -> str:
-    """Returns "leaves" for names of arguments, or "parameters" for names in a model."""
+    """Returns "leaves" if any of the names belongs to an argument, otherwise "parameters"."""
     of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
     return "leaves" if of_arguments else "parameters"
 
 
 def _lines(finding: Finding) -> str:
-    """Formats a finding: module, source line, reason and fix."""
+    """Formats the source line, module, kind, reason and fix of a finding."""
     source = finding.source
     where = "somewhere in f" if source is None else str(source)
     where += f" in {source.function}" if source is not None and source.function else ""

@@ -32,7 +32,7 @@ PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
 
 @dataclass(frozen=True)
 class HeldArray:
-    """A parameter or other array in a model.
+    """A parameter or another array of a model.
 
     Attributes:
         name: The path of the array in the model, such as "encoder.weight".
@@ -71,7 +71,7 @@ def trained(
     """Returns findings and notes on the parameters that are trained with the loss f.
 
     Args:
-        backend: The backend.
+        backend: The backend of the framework, PyTorch or JAX.
         f: The function or module that computes the loss.
         args: The positional arguments of f.
         kwargs: The keyword arguments of f.
@@ -135,7 +135,7 @@ _SPENT = (
 )
 
 
-# --- networks that are stopped intentionally ---------------------------------------------
+# --- networks whose gradients are stopped intentionally ----------------------------------
 
 _TARGET = "not trained, like a target network or a teacher"
 
@@ -150,8 +150,9 @@ def _note_targets(
     """Moves findings on parameters of target networks and teachers to the notes.
 
     A parameter counts as a parameter of a target network or teacher if its gradient is lost only
-    by `detach`, `stop_gradient` or `no_grad`, and if one of two conditions holds: the parameter has
-    a trained twin, or no optimizer changes the parameter and the user passed no model.
+    by `detach`, `stop_gradient` or `no_grad`, and if one of two conditions holds: the parameter
+    belongs to a network with a trained copy (see `_twins`), or no optimizer changes the parameter
+    and the user passed no model.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
@@ -176,12 +177,12 @@ def _twins(
     numbers: Mapping[str, Sequence[int]],
     stopped: set[str],
 ) -> set[str]:
-    """Returns the parameters of stopped networks that have a trained copy, called a twin.
+    """Returns the names in `stopped` that belong to a network with a trained copy, called a twin.
 
     The parameters of a twin have the same names and shapes under another prefix. A network that
     reads the outputs of the stopped network is its next layer, not a twin. Each loss term that
-    depends on the stopped network must also be differentiable in the twin. An example is a distance
-    between the outputs of the two networks.
+    depends on the stopped network, such as a distance between the outputs of the two networks, must
+    have a derivative with respect to the twin's parameters.
     """
     modules: dict[str, dict[str, Any]] = {}  # maps each prefix to {rest of the name: shape}
     for one in parameters:
@@ -197,7 +198,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # whether a twin's weight multiplies outputs of the stopped network
+                reads = any(  # whether a node reads both the twin and the stopped network
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

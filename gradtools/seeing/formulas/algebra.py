@@ -6,7 +6,7 @@ factors become powers, one-hot factors under a sum are eliminated, and broadcast
 products. A contraction (a product with a sum) is never flattened into another contraction, so each
 matrix product of the program remains a single expression.
 
-A sum collects like terms and factors common factors out. Elementwise functions are applied before
+A sum collects like terms and factors out common factors. Elementwise functions are applied before
 broadcasts. The conjugate or real part of a product is computed from its factors if possible.
 """
 
@@ -44,7 +44,7 @@ def varying(x: Expr) -> set[int]:
 
 
 def contracts(x: Expr) -> bool:
-    """Returns whether x is a product with summed labels."""
+    """Returns whether x is a product that is summed over some of its axis labels."""
     return x.op == "einsum" and any(l >= x.rank for labels in x["labels"] for l in labels)
 
 
@@ -54,7 +54,7 @@ def is_wrapper(x: Expr) -> bool:
 
 
 def opened(x: Expr, names: Labels, mark: int) -> list[Entry]:
-    """Returns the factors of the einsum x, with axis labels.
+    """Returns the factors of the einsum x, each with its axis labels.
 
     names: The axis labels of x.
     mark: A number that makes the labels of the summed axes unique.
@@ -70,10 +70,10 @@ def product(
     shape: Iterable[int] | None = None,
     coefficient: Any = 1.0,
 ) -> Expr:
-    """Returns the canonical einsum of factors; each factor has distinct axis labels.
+    """Returns the canonical einsum of factors; the axis labels of each factor must be distinct.
 
     out: The distinct axis labels of the result.
-    shape: The axis lengths of the result. The default is the axis lengths of the factors.
+    shape: The axis lengths of the result. By default, the factors determine the axis lengths.
     """
     out = tuple(out)
     size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
@@ -97,7 +97,7 @@ def product(
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # a sum over an axis that no factor has
+        coefficient *= size[name]  # a sum over an axis that no factor has multiplies by its length
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, [size[n] for n in out])
@@ -119,7 +119,7 @@ def product(
 def _flattened(
     coefficient: Any, entries: list[Entry], out: Labels, size: dict[Any, int]
 ) -> tuple[Any, list[Entry]]:
-    """Flattens products among the factors if the result is easier to read."""
+    """Returns the coefficient and the factors; flattens products where this is easier to read."""
     flat: list[Entry] = []
     axes = [set(names) for _, names in entries if names]
     sums = any(not names <= set(out) for names in axes)
@@ -176,12 +176,12 @@ def _einsum(
     own = expressions.COMPLEX if isinstance(coefficient, complex) else REAL
     kind = widest(*(f.kind for f, _ in entries), own)
     if len(entries) == 1 and coefficient == 1 and set(entries[0][1]) <= set(out):
-        kind = entries[0][0].kind  # transposed integer indices stay integer
+        kind = entries[0][0].kind  # transposed or broadcast integers remain integers
     args, shape = (f for f, _ in entries), (size[n] for n in out)
     return expr("einsum", args, shape, kind, labels=labels, coefficient=coefficient)
 
 
-# --- broadcasts, transposes, sums and reshapes; all are products
+# --- broadcasts, transposes, sums and reshapes
 
 
 def scale(coefficient: Any, x: Expr) -> Expr:
@@ -198,7 +198,8 @@ def times(*factors: Expr) -> Expr:
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
     """Broadcasts x to the given shape.
 
-    axes: The axis of the result for each axis of x. The default is the last axes of the result.
+    axes: The axis of the result for each axis of x. By default, the axes of x are the last axes of
+        the result.
     """
     rank = len(shape)
     return product([(x, axes or range(rank - x.rank, rank))], range(rank), shape)
@@ -243,7 +244,7 @@ def mean(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr
 
 
 def centred(x: Expr, axes: Iterable[int]) -> Expr:
-    """Returns x - mean x."""
+    """Returns x minus the mean of x over the axes."""
     return x - mean(x, axes, keep=True)
 
 
@@ -255,7 +256,7 @@ def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
-    """Broadcasts x over axes: the adjoint of a sum over these axes without `keep`."""
+    """Broadcasts x along new axes, which is the adjoint of `total` without `keep`."""
     axes = set(axes)
     return broadcast(x, shape, [a for a in range(len(shape)) if a not in axes])
 
@@ -276,7 +277,7 @@ def matmul(a: Expr, b: Expr) -> Expr:
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
-    """Reshapes x in row-major order; `squeeze` and `broadcast` change the axes of length 1."""
+    """Reshapes x in row-major order; `squeeze` removes and `broadcast` inserts axes of length 1."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -370,10 +371,10 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
-    """Applies an elementwise operation with NumPy broadcasting; broadcasts the result if possible.
+    """Applies an elementwise operation with NumPy broadcasting, before the broadcast if possible.
 
-    kind: The kind of the result. The default is the promoted kind of the arguments, at least
-        "real".
+    kind: The kind of the result. By default, the kind is the promoted kind of the arguments, and at
+        least "real".
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))
@@ -436,7 +437,7 @@ def _part(x: Expr, which: int) -> Expr:
     """Returns the real part (0) or the imaginary part (1) of x."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
-    c = x.get("coefficient", 1j)  # of a product
+    c = x.get("coefficient", 1j)  # the coefficient of a product
     if not isinstance(c, complex) and sum(f.is_complex for f in x.args) == 1:
         return with_factors(x, [_part(f, which) if f.is_complex else f for f in x.args], c)
     return apply(("Re", "Im")[which], x, kind=REAL)

@@ -41,9 +41,9 @@ def in_complex_numbers(
 ) -> list[tuple[ComplexPair, Expr | None]]:
     """Pairs real and imaginary parts, and returns each pair with its gradient in complex form.
 
-    Inputs are paired if their names differ only by re and im, real and imag, or r and i. The last
-    pair contains the cotangents of the outputs. The gradient of a pair that is not differentiated
-    is None. The list is empty if the gradient of any pair has no complex form.
+    Inputs are paired if their names are equal except for the endings re and im, real and imag, or r
+    and i. The last pair contains the cotangents of the outputs. The gradient of a pair that is not
+    differentiated is None. The list is empty if the gradient of any pair has no complex form.
     """
     by_name, pairs = {p["name"]: p for p in inputs if p.kind == "real"}, list[ComplexPair]()
     for name, p in by_name.items():
@@ -78,7 +78,7 @@ def in_complex_numbers(
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
-    """Expands x to a list of terms; returns None if x is not a short polynomial in the parts."""
+    """Expands x to a list of terms; returns None if x is not a short polynomial in `known`."""
     terms = dict(known)
     for y in order([x]):
         if y in terms:

@@ -53,9 +53,9 @@ class Formula:
     """A program and its derivatives, written as mathematics.
 
     Args:
-        recorded: The recorded program. Its inputs are the leaves of the arguments, followed by the
-            captured arrays that are differentiated.
-        order: 1, or 2 with the double backward.
+        recorded: The recorded program. The inputs of the program are the leaves of the arguments,
+            followed by the differentiated captured arrays.
+        order: The order of the derivatives: 1, or 2 to include the double backward.
         active: The positions of the differentiated inputs.
 
     Attributes:
@@ -117,7 +117,7 @@ class Formula:
         if found:  # the last pair contains the output cotangents
             self._names[self._pairs[-1].whole] = ts.bar(ts.symbol(self._pairs[-1].name))
 
-    # Reading.
+    # Text output and comparison.
 
     def __str__(self) -> str:
         parts = []
@@ -152,7 +152,7 @@ class Formula:
 
     @cached_property
     def _statements(self) -> Statements:
-        """Returns the lines of the program and its adjoints."""
+        """Returns the written lines of the program and its adjoints."""
         barred = ", ".join(self._names[p].text for p in self.places[1])
         sections = [
             Section("the program", "", self._outputs),
@@ -208,7 +208,7 @@ class Formula:
             entry that differs.
 
         Raises:
-            GradtoolsError: The function `derivation` returns a wrong number of cotangents. Errors
+            GradtoolsError: The function `derivation` returns the wrong number of cotangents. Errors
                 of `derivation` are propagated.
         """
         check_function("formula.agrees_with", derivation, "derivation", curried=False)

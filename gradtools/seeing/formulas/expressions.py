@@ -180,7 +180,7 @@ def full(value: Any, shape: Sequence[int]) -> Expr:
 
 
 def array(value: Any) -> Expr:
-    """Converts a captured array to an expression, which is a constant if all entries are equal."""
+    """Converts a captured array to an expression; calls `full` if all entries are equal."""
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
@@ -188,7 +188,7 @@ def array(value: Any) -> Expr:
 
 
 def constant_of(x: Expr) -> Any:
-    """Returns the value of all entries of x if x is a constant array, otherwise None."""
+    """Returns the value of all entries if x is a product without factors, otherwise None."""
     return x["coefficient"] if x.op == "einsum" and not x.args else None
 
 
@@ -220,7 +220,7 @@ def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **m
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
-    """Evaluates the roots at values of the placeholders; computes each subexpression once."""
+    """Evaluates the roots at the values `known`; computes each subexpression once."""
     values: dict[Expr, Any] = {
         x: np.asarray(value).astype(DTYPES[x.kind], copy=False) for x, value in known.items()
     }

@@ -1,10 +1,11 @@
 """Public operator `formula`, which writes derivatives as mathematics and checks them.
 
-A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
-The formula is evaluated in NumPy and compared with the framework's derivatives of f (reverse mode;
-reverse over reverse at order 2) before it is returned. The comparison is made in the precision of
-f, at the given arguments and at random points near them at which f runs the same program. A manual
-derivation by the user is compared with the framework's derivatives in the same way.
+A backend records one run of a function f as expressions, and `Formula` transforms them to the
+adjoint program. The formula is evaluated in NumPy and compared with the framework's derivatives of
+f (reverse mode; reverse over reverse at order 2) before it is returned. The comparison is made in
+the precision of f, at the given arguments and at random points near them at which f runs the same
+program. A manual derivation by the user is compared with the framework's derivatives in the same
+way.
 """
 
 from __future__ import annotations
@@ -129,12 +130,13 @@ class _Comparison:
     def shown(self) -> Formula:
         """Returns the formula with the result of the comparison in ``formula.check``.
 
-        The formula is compared at the given arguments and at random points near them. Random points
-        at which f raises an error or a number is not finite are replaced by nearer points.
+        The formula is compared at the given arguments and at random points near them. A random
+        point at which the function raises an error or computes a number that is not finite is
+        replaced by a nearer point.
 
         Raises:
-            GradtoolsError: The formula differs from automatic differentiation, or some numbers are
-                not finite at every point.
+            GradtoolsError: The formula differs from automatic differentiation, or every point has a
+                number that is not finite.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)
@@ -169,7 +171,7 @@ class _Comparison:
             point = self._point(rng, step)
             try:
                 theirs = self._numbers(point)
-            except GradtoolsError:  # f may be undefined at the point
+            except GradtoolsError:  # the function may be undefined at the point
                 continue
             if not all_finite(chain(*theirs)):
                 continue
@@ -184,7 +186,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at `point` whose own formula agrees."""
+        """Returns whether f runs another program at `point` with a formula that agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -253,7 +255,7 @@ class _Comparison:
         return inputs, [*map(draw, cotangents)], [*map(draw, directions)]
 
     def _leaves(self, point: Point) -> list[Any]:
-        """Returns f's leaves with the values of `point`; keeps integers and random keys."""
+        """Returns the leaves with the values of `point`; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
@@ -265,7 +267,7 @@ class _Comparison:
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
     def _numbers(self, point: Point) -> Sequence[Arrays]:
-        """Returns the framework's outputs, gradients and, at order 2, the double backward."""
+        """Computes outputs, gradients and, at order 2, second derivatives with the framework."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         try:
             return self.programs.differentiated(self.program, self.recorded, self.active, at)
@@ -302,9 +304,9 @@ def compared(
     """Compares each array of `mine` with an array of `theirs`; None represents zeros.
 
     Errors are relative to the largest absolute value in the two arrays, or to `floor` times the
-    largest number in `scale` if this is larger. Arrays with smaller numbers may contain only
-    rounding errors. For example, the gradient of a bias before batch normalization is 0 but is
-    computed as 1e-17.
+    largest absolute value in `scale` if this product is larger. Arrays with smaller numbers may
+    contain only rounding errors. For example, the gradient of a bias before batch normalization is
+    0 but is computed as 1e-17.
 
     who: The name of `mine` in the message, such as "formula".
     """

@@ -1,8 +1,9 @@
 """Table of operations, each with its NumPy value, pullback and notation.
 
 For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
-the cotangent of x is conj(f') g. For other functions the table gives the pullback. An operation
-that picks one entry of each row by its index is represented as a product with a one-hot array.
+the cotangent of x is conj(f') g if g is the cotangent of y. For other functions the table gives the
+pullback. An operation that picks one entry of each row by its index is represented as a product
+with a one-hot array.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Returns consecutive slices of the given sizes."""
+    """Splits x along an axis into consecutive slices of the given sizes."""
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
     pairs = zip(accumulate(sizes), sizes, strict=True)
     return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]
@@ -377,5 +378,5 @@ def along(
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
-    """Divides exp(x) by its sum along an axis; a scalar counts as an axis of length 1."""
+    """Divides exp(x) by its sum along an axis; treats a scalar as an array of length 1."""
     return along("softmax", x, [axis]) if x.rank else expressions.full(1.0, ())

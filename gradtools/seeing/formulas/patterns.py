@@ -77,7 +77,7 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
 
 
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
-    """Returns z if y is z - mean z, otherwise None."""
+    """Returns z if y is z minus its mean over the axes, otherwise None."""
     rests = (add([z for z in y.args if z is not t]) for t in y.args if y.op == "add")
     return next((z for z in rests if algebra.centred(z, axes) is y), None)
 
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """Replaces exp(z) / sum exp(z) in a product by softmax(z), or returns None."""
+    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None without a match."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -140,7 +140,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 
 def _standardize(x: Expr) -> Expr | None:
-    """Replaces (z - mean z) * (variance z + eps)**-1/2 in a product, or returns None."""
+    """Replaces (z - mean z) * (var z + eps)**-1/2 in a product; returns None without a match."""
     _, entries, _ = parts(x)
     for f, names in entries:
         terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []

@@ -1,8 +1,8 @@
 """Writes a program and its adjoints as lines of mathematics; names intermediate values.
 
-A value is named if it is a result, if its expression is long and used more than once, or if a line
-would otherwise be too long. The name of a cotangent is the name of its primal value, with a bar.
-The name of a leaf is the shortest unique suffix of its path, such as
+A value is named if it is a result, if its expression is not short and is used more than once, or if
+the text of its expression is longer than `_LONG` characters. The name of a cotangent is the name of
+its primal value, with a bar. The name of a leaf is the shortest unique suffix of its path, such as
 ``argument 0['layers'][1].weight``.
 """
 
@@ -96,7 +96,7 @@ class Statements:
                 names[x] = self._new(self._base(x))
 
     def _repeated(self, roots: Sequence[Expr]) -> list[Expr]:
-        """Returns unnamed values that are used more than once, possibly transposed."""
+        """Returns long unnamed values that are used more than once, possibly transposed."""
         uses = Counter(roots)
         for x in self.values:
             if not is_wrapper(x):
@@ -135,7 +135,7 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section, done: set[Expr]) -> None:
-        """Writes an equation for each named value, and then one for each result of the section."""
+        """Writes an equation for each named value, and for each result of the section."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}

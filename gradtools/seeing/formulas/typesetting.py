@@ -74,7 +74,7 @@ def bar(x: Written) -> Written:
 
 
 def below(text: str) -> str:
-    """Formats a subscript in Unicode, or after an underscore if Unicode lacks a letter."""
+    """Formats a subscript in Unicode, or after an underscore if Unicode lacks a subscript."""
     small = text.translate(str.maketrans(*_LOWERED))
     return small if set(small) <= set(_LOWERED[1]) else f"_{text}"
 
@@ -147,7 +147,7 @@ def halves(value: float) -> tuple[float, float]:
 
 
 def summed(terms: Sequence[Written]) -> Written:
-    """Formats a sum; terms that begin with a minus come last and are subtracted."""
+    """Formats a sum; terms that begin with a minus sign come last and are subtracted."""
     terms = sorted(terms, key=lambda t: t.text.startswith("-"))
     signed = [f" - {t.text[1:]}" if t.text.startswith("-") else f" + {t.text}" for t in terms[1:]]
     return Written("".join([terms[0].text, *signed]), SUM if signed else terms[0].level)

@@ -48,7 +48,7 @@ def _maximum(a: Expr, b: Expr) -> Expr | None:
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
-    """Casts x to another dtype, or returns None for a cast to integers, which truncates."""
+    """Casts x to a dtype; returns None for casts to integers or booleans that change values."""
     kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
         return None

@@ -2,7 +2,7 @@
 
 Matrix products are written by juxtaposition. Elementwise products are written with a circled dot.
 Sums over axes are written with Σ and the letters of the axes. Letters identify axes, so broadcasts
-are not written. A product that would be ambiguous in this notation, such as a product of arrays
+are not written. A product that is ambiguous in this notation, such as a product of arrays
 with three axes, is written as an einsum.
 
 A contraction is written as a matrix product if each summed label belongs to two factors and the
@@ -77,7 +77,7 @@ class Writer:
         """Writes a product of a coefficient, scalars and arrays as a fraction."""
         f = _Factors(x, self.names)
         core, below = None, list[Written]()
-        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+        if not f.arrays and f.below and not f.summed:  # writes L̄ / x instead of L̄ 1 / x
             below = [self.write(a) for a, _ in f.below]
         elif f.arrays or f.below:
             core = self._matrices(f) or self._aligned(f) or self._einsum(f)
@@ -193,7 +193,8 @@ class _Factors:
     """The factors of a product, separated into numerator and denominator.
 
     A factor that is a product is flattened, unless the factor has a name, or is a sum over axes
-    inside of an elementwise product. A sum over axes divided by their length is written as a mean.
+    inside of an elementwise product. A sum that is divided by the number of its terms is written as
+    a mean.
     """
 
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
@@ -304,7 +305,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Assigns one letter to axes of equal length that have the same label in an operation."""
+        """Merges the classes of axes of equal length that have the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):
@@ -352,7 +353,7 @@ def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
 
 
 def primed(letters: Sequence[str]) -> tuple[str, ...]:
-    """Adds primes to repeated letters: i, i'."""
+    """Adds primes to repeated letters, such as i, i'."""
     result: list[str] = []
     for letter in letters:
         while letter in result:

@@ -1,7 +1,8 @@
 """Computes how strongly the values of a graph depend on each other, on a scale of four strengths.
 
 The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. The strength of
-a path is the minimum of its links, and the dependence of two values is the maximum over all paths::
+a path is the minimum strength of its links, and the dependence of two values is the maximum
+strength over all paths::
 
     dependence(out, in) = max over paths of min over links
 
@@ -15,7 +16,7 @@ value to the inner value, with the strength of the dependence::
     loop     initial -> carry,  result -> carry,  condition -cut-> result
     branch   result of each branch -> result,  predicate -cut-> result
 
-Several nodes may therefore produce the same value, and the joins of a loop form a cycle, so
+Several nodes may produce the same value, and the joins of a loop form a cycle, so
 strengths are computed as a fixed point over all iterations.
 """
 
@@ -89,7 +90,7 @@ def _propagated(
 
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """Returns the strongest dependence of `values` on each value of the graph; memoized."""
+    """Returns the strongest dependence of `values` on each value of the graph."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 
@@ -139,7 +140,7 @@ def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
 
 @memoized
 def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
-    """Returns the graph with inlined bodies, and maps ids of its nodes to the original nodes."""
+    """Returns the graph with inlined bodies, and a map from node ids to the original nodes."""
     values, captured = dict(graph.values), list(graph.captured)
     nodes, originals = list[Node](), dict[int, Node]()
 

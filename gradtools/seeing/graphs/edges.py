@@ -43,7 +43,7 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """Returns inputs and captured arrays, which stay in memory without being saved."""
+    """Returns the indices of inputs and captured arrays, which stay in memory in any case."""
     return frozenset((*graph.inputs, *graph.captured))
 
 

@@ -46,7 +46,7 @@ class Graph(PlainGraph):
     to_html = drawing.to_html
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
-        """Saves the graph in the format of the suffix: .svg, .html, .dot, .gv, .mmd, .md, .txt."""
+        """Saves the graph as .svg, .html, .dot, .gv, .mmd, .md or .txt, depending on the suffix."""
         saving.save(self, FORMS, path, **view)
 
     def _repr_html_(self) -> str:
@@ -107,8 +107,8 @@ class Graphing(Operators):
             order: 0 for the forward pass, 1 to add the backward pass, 2 to add the backward of the
                 backward.
             argnums: The position or positions of the differentiated arguments, whose leaves are
-                floating or complex. In PyTorch, parameters that f captures and that require grad
-                are differentiated as well; ``argnums=()`` selects only these parameters.
+                floating or complex. In PyTorch, captured parameters that require grad are also
+                differentiated; ``argnums=()`` selects only these parameters.
             outputs: A pytree of existing PyTorch tensors, passed instead of f. The graph is read
                 from the ``grad_fn`` of the tensors and contains no constants. No program runs.
             **kwargs: Keyword arguments of f.

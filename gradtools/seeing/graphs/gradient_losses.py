@@ -6,10 +6,10 @@ differentiable value and affects the output only through values that are not dif
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-Therefore no gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
+No gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
 differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing
 constant. No gradient is lost at the condition of a `where` if the selected data also depends on the
-leaf; the loss is then at an operation of the data::
+leaf; the gradient is then lost at an operation that computes the data::
 
     where(isfinite(x).all(), argmax(x), -1)    argmax
     where(x > 0, 1, 0)                         x > 0
@@ -73,9 +73,9 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """Returns the operations at which the derivative of `ends` with respect to `start` is lost.
 
-    The list includes later operations at which the derivative would also be lost on all paths, if
-    they are `detach`, `stop_gradient`, `no_grad` or conversions to NumPy, or are on the same line.
-    The user must change each of these operations.
+    The list includes later operations at which the derivative is also lost on all paths, if the
+    operations are `detach`, `stop_gradient`, `no_grad` or conversions to NumPy, or are on the same
+    line as an earlier operation in the list. The user must change all operations in the list.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -137,13 +137,14 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     """Yields (value, role) for output summands without a derivative with respect to the leaves.
 
     The summands depend on the leaves only through operations without a derivative. Only scalar
-    outputs that are differentiable in a leaf are examined; other outputs are metrics. The role is:
+    outputs that are differentiable in a leaf are examined; other outputs are treated as metrics.
+    The role is:
 
     - "shift" if a differentiable summand also depends on the stopped values, as in
       ``log(sum(exp(x - s))) + s``;
     - "part" if the summand is computed from a partial sum that has a derivative, as in
       ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with a discrete h(x);
-    - otherwise empty.
+    - empty for all other summands.
 
     Args:
         graph: The program, with inlined bodies.

@@ -7,8 +7,9 @@ and the dependence of each output on each input::
 
     none < cut < zero_derivative < differentiable
 
-The strength of a path is the minimum of its links; the strength of several paths is the maximum of
-their strengths. Nodes of loops, branches and calls contain `Body` objects with separate graphs.
+The strength of a path is the minimum strength of its links; the strength of several paths is the
+maximum of their strengths. Nodes of loops, branches and calls contain `Body` objects with separate
+graphs.
 
 Each backend records graphs; the other modules of this package analyze and print graphs.
 """
@@ -136,7 +137,10 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Returns links of `strength` between inexact arrays; other links and inputs `cut` are cut."""
+    """Returns links of `strength` between inexact arrays; all other links are CUT.
+
+    cut: The inputs whose links are CUT even if the arrays are inexact.
+    """
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact
@@ -219,7 +223,10 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Returns the positions of the nodes on which outputs or `anyhow` nodes depend."""
+    """Returns the positions of the nodes on which the outputs depend.
+
+    Nodes that satisfy `anyhow`, and the nodes on which they depend, are included.
+    """
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):

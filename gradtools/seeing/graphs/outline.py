@@ -125,7 +125,7 @@ class Block:
         title: The name of the pass, module, call, loop or branch.
         scope: The names of the modules that contain the block, outermost first.
         phase: The pass in which the block runs.
-        children: The boxes and blocks inside, in program order.
+        children: The boxes and blocks inside the block, in program order.
         mark: The mark of the call or loop, as in `Node.mark`.
         key: The unique key of the block, distinct from the keys of boxes.
         made: Maps the letter of each value that leaves the block to the printed form of the letter.
@@ -260,7 +260,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the size of the values in bytes; counts a storage once, omits `alive` values."""
+        """Returns the bytes of `values`; counts each storage once and omits `alive` values."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
@@ -318,7 +318,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def size_text(size: float) -> str:
-    """Formats bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
+    """Formats a number of bytes in decimal units, such as "512 B", "16 kB" or "1.2 MB"."""
     if size < 1000:
         return f"{size:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -329,6 +329,6 @@ def size_text(size: float) -> str:
 
 
 def value_text(value: Value) -> str:
-    """Formats shape and dtype: "32×384 float32", "scalar float32"."""
+    """Formats the shape and dtype of a value, such as "32×384 float32" or "scalar float32"."""
     shape = "×".join(map(str, value.shape))
     return f"{shape} {value.dtype}" if shape else f"scalar {value.dtype}"

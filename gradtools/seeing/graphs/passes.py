@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # marks operations that compute derivatives inside of f
+INNER = "inner derivative"  # marks operations that compute derivatives in the forward pass
 
 
 def cotangent_of(name: str) -> str:
@@ -38,7 +38,8 @@ def second_gradient_of(name: str) -> str:
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
     """Names the outputs of a graph; an identity node copies a value that already has a name.
 
-    The copy is needed if a gradient is an input cotangent, or if one value is two outputs.
+    The copy is needed if a gradient is an input cotangent, or if f returns one value as two
+    outputs.
     """
     nodes, values, outputs = list(graph.nodes), dict(graph.values), []
     leaving = {second_gradient_of(""): SECOND, gradient_of(""): BACKWARD, "": FORWARD}

@@ -1,7 +1,7 @@
 """`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The
+named by its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
 constructor also validates the user's arguments.
 """
 
@@ -54,14 +54,14 @@ class Framework:
 
 
 class LeafProgram:
-    """``f(*args, **kwargs)`` as a function of its array leaves.
+    """The call ``f(*args, **kwargs)``, represented as a function of its array leaves.
 
     Attributes:
         framework: The PyTorch or JAX modules that implement `gradtools.seeing`.
         leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
         statics: Pairs of a leaf that is not an array, such as a module, and the name of this leaf.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
-        out_names: The name of each leaf of f's result in the latest run.
+        out_names: The name of each leaf of the result of the latest run.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LeafProgram:
         called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
         self._held, self._treedef = backend.flatten(whole)
         for k, path in enumerate(backend.leaf_paths(whole)):
-            owner, _, below = path[1:].partition("]")  # of [0]['w']
+            owner, _, below = path[1:].partition("]")  # such as [0]['w']
             i, leaf = int(owner), self._held[k]
             name = f"argument {called[i]}{below}"
             if i in self.argnums:
@@ -123,7 +123,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context manager that re-raises errors of f as GradtoolsError, with the line in f."""
+        """Context manager that raises GradtoolsError with the source line if the program fails."""
         try:
             yield
         except GradtoolsError:
@@ -142,7 +142,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with `leaves` as its array leaves, and returns the leaves of the result."""
+        """Calls the function with the array leaves `leaves`; returns the leaves of the result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))

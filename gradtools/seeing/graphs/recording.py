@@ -26,11 +26,11 @@ class Recording:
             results, including NumPy arrays and Python numbers.
         refusal: The finding for a framework error that ended the run, or None if there was no
             error. The finding contains no leaf name. After an error, the graph has no outputs.
-        parameters: The names and arrays of captured tensors with requires_grad.
+        parameters: The (name, tensor) pairs of the captured tensors that require grad.
         reads: Maps the id of a tensor that existed before the run to the graph values of this
             tensor and of all tensors that were computed from this tensor before the run.
-        passes: The forward and backward passes at the given values; None if the backward pass did
-            not run because the graph was freed.
+        passes: The forward and backward passes at the given values; None if the backward pass
+            failed because the graph was freed or contains a reentrant checkpoint.
     """
 
     graph: PlainGraph

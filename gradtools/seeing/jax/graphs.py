@@ -81,7 +81,7 @@ class _JaxprReader:
     """Converts jaxprs to graphs; a jaxpr that one line calls several times is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # keeps jaxprs alive for `id`
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # keys contain ids of jaxprs
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -143,7 +143,7 @@ class _JaxprReader:
         smooth, data = (flow.step(eqn, bits) for flow in (self._flow, self._flow.uncut))
         inexact = [*map(jaxprs.is_inexact, eqn.invars)]
         used = [any(mask >> i & 1 for mask in data) for i in range(len(bits))]
-        nothing = _CUT if _edit(eqn) else _NONE  # other inputs affect the cotangent
+        nothing = _CUT if _edit(eqn) else _NONE  # other inputs of an edit affect only the cotangent
 
         def link(k: int, i: int, target: Any) -> Dependence:
             if not data[k] >> i & 1:
@@ -212,8 +212,8 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 def _described(eqn: Eqn) -> dict[str, Any]:
     """Returns the operation, native name, attributes and mark of an equation's node.
 
-    The attribute "name" of a custom rule is the name of its function or gradtools rule. The
-    operation is also the function's name if the function belongs to a library.
+    The attribute "name" of a custom rule is the name of its function or gradtools rule. If the
+    function belongs to a library, the operation also has the name of the function.
     """
     name, inner = eqn.primitive.name, [*jaxprs.sub_jaxprs(eqn.params)]
     native = name

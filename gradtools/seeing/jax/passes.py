@@ -206,7 +206,7 @@ def _in_passes(
         step = step_of(eqn)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
-        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # gradtools' own
+        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # added by gradtools
             same[node.outputs[0]] = node.inputs[0]
         else:
             nodes.append(node)

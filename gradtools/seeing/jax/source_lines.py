@@ -27,8 +27,8 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     """Returns the innermost line of the user's code in the stack of an equation.
 
     A stack ends at the start of the trace, so equations of a library's jitted function may have no
-    line of the user's code. In this case, the function returns `site` (the line of the call) or, if
-    `site` is None, a line of an installed package.
+    line of the user's code. For a stack without a line of the user's code, the function returns
+    `site` (the line of the call) or, if `site` is None, a line of an installed package.
     """
     package: Source | None = None
     for frame in stack_of(eqn):

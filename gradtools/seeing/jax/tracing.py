@@ -1,10 +1,11 @@
-"""Traces programs, including Python branches on values and data-dependent shapes.
+"""Traces programs, including programs with Python branches on values or data-dependent shapes.
 
 A program is traced abstractly, so no number is computed. A program under eager `jax.grad` may
-branch on values, but plain tracing fails at such a branch, because tracers have no values. Such a
-program is traced under a `Trace` that wraps JAX's trace and forwards every primitive to the wrapped
-trace. If Python needs the value of a tracer (``bool(x)``), the value is computed from the jaxpr of
-the incomplete trace, and the program is traced again with all known values::
+branch on values, but plain tracing fails at such a branch, because tracers have no values. A
+program that branches on values is traced under a `Trace` that wraps JAX's trace and forwards every
+primitive to the wrapped trace. If Python needs the value of a tracer (``bool(x)``), the value is
+computed from the jaxpr of the incomplete trace, and the program is traced again with all known
+values::
 
     answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 
@@ -230,7 +231,7 @@ class _AnsweringTracer(Tracer):
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """Returns a function that JAX calls to get the wrapped tracer of a tracer in a closure.
+        """Returns a function that JAX calls to unwrap a tracer that a closure captures.
 
         JAX reads this attribute of every array, because some arrays are symbolic dimensions.
         Integers may be used as shapes, so integer tracers raise AttributeError, and JAX then

@@ -28,7 +28,7 @@ from gradtools.seeing.jax.tracing import trace
 def lifted(
     caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
-    """Converts `f(*args, **kwargs)` to a function of the arrays that f captures."""
+    """Converts `f(*args, **kwargs)` to a function of `arrays`, which f captures."""
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f has no argument and captures no module. Pass its arguments, "
@@ -56,7 +56,7 @@ def lifted(
 
 
 def model_of(f: Any) -> Any:
-    """Returns f if f is a module, otherwise the modules that f captures, or None."""
+    """Returns f if f is a module, otherwise the captured modules, or None if f captures none."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -67,7 +67,7 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Returns whether f captures no module; then the arguments of f are the parameters."""
+    """Returns whether f captures no module, in which case the arguments are the parameters."""
     return model_of(f) is None
 
 

@@ -1,4 +1,4 @@
-"""`formula` for JAX: translates the jaxpr of f to expressions, and computes derivatives of f.
+"""`formula` for JAX: translates the jaxpr of a function f to expressions, and differentiates f.
 
 The jaxpr of f is translated equation by equation. Values that do not depend on the arguments are
 computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)
@@ -33,7 +33,7 @@ from gradtools.seeing.jax import operands, recorded_run, source_lines
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """Translates f to expressions; evaluates indices and random draws at the given leaves."""
+    """Translates the program to expressions; evaluates indices and random draws at its leaves."""
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
     translator = _Translator(program.backend)
@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns outputs and gradients of f; if `point` has directions, also second derivatives.
+    """Returns outputs, gradients and, if `point` has directions, second derivatives of the program.
 
     active: The positions of the differentiated inputs.
     point: The inputs, the cotangents and, at order 2, the directions.

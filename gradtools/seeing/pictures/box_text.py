@@ -83,7 +83,7 @@ def _advance(letter: str) -> float:
 
 @lru_cache(maxsize=10000)
 def _lines(text: str, longest: int) -> tuple[str, ...]:
-    """Wraps a text to lines of at most `longest` characters, at separators if possible."""
+    """Wraps a text into lines of at most `longest` characters, at separators if possible."""
     text = shown(text)
     if len(text) > longest * _MOST_LINES:
         half = longest * _MOST_LINES // 2 - 2

@@ -2,7 +2,7 @@
 
 The layout is in JavaScript, because the page computes a new layout whenever a block is expanded or
 collapsed: `layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles
-events. For an SVG file, QuickJS runs the same scripts. The SVG and HTML output follow the light or
+events. For an SVG file, QuickJS runs the same scripts. The SVG and HTML output use the light or
 dark setting of the reader's system.
 """
 
@@ -39,7 +39,7 @@ def to_svg(
     """Draws a graph as SVG; requires ``gradtools[svg]``.
 
     Args:
-        graph: The graph.
+        graph: The gradient graph to draw.
         depth: The number of expanded levels of blocks; None expands as many levels as fit on a
             screen.
         theme: "light", "dark", or "auto" for the setting of the reader's system.

@@ -35,7 +35,7 @@ def data_of(outline: Outline, depth: int | None = None) -> dict[str, Any]:
     """Converts an outline to a dict that can be written as JSON.
 
     Args:
-        outline: The outline.
+        outline: The outline of a graph.
         depth: The number of expanded levels of blocks; None expands as many levels as fit on a
             screen.
     """

@@ -1,4 +1,4 @@
-"""Writes graphs and formulas to files, in the format of the file suffix."""
+"""Writes graphs and formulas to files, in the format that the file suffix selects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Forms = Mapping[str, Callable[..., str]]  # maps a suffix to the function that f
 
 
 def save(seen: Any, forms: Forms, path: str | os.PathLike[str], **view: Any) -> None:
-    """Writes a graph or formula in the format of the suffix of `path`.
+    """Writes a graph or formula in the format that the suffix of `path` selects.
 
     Raises:
         GradtoolsError: The suffix of `path` is not in `forms`.

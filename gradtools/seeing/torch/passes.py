@@ -1,9 +1,9 @@
 """Records a PyTorch program with its backward passes as a graph of aten operations.
 
-f runs once under a dispatch mode that records each operation; then the backward passes run under
-the same mode. The sequence number of the running autograd node identifies the forward operation, so
-each backward operation gets the source line, modules and mark of the forward operation that it
-differentiates.
+The program runs once under a dispatch mode that records each operation; then the backward passes
+run under the same mode. The sequence number of the running autograd node identifies the forward
+operation, so each backward operation gets the source line, modules and mark of the forward
+operation that it differentiates.
 
 A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
 An in-place write gives the tensor a new value index. Views of the tensor get a new value index when
@@ -124,7 +124,7 @@ class _PassRecorder(RunRecorder):
         source, mark = here.source, managed or own or here.mark
         running = private.current_node()
         of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
-        if not self.phase:  # the forward pass, including derivatives inside of f
+        if not self.phase:  # the forward pass, including inner derivatives
             return Origin(source or of.source, here.scope, mark, rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
@@ -166,7 +166,7 @@ class _PassRecorder(RunRecorder):
             replace(node, mark=node.mark or INNER) if made.inner else node
             for made, node in zip(self.made, map(self.linked, self.made), strict=True)
         ]
-        stays = lambda node: not (node.phase or node.mark)  # keep dead code of f
+        stays = lambda node: not (node.phase or node.mark)  # keep dead code of the forward pass
         nodes = [nodes[i] for i in needed(nodes, outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(outputs)
         captured = tuple(number for number in self.captured if number in read)

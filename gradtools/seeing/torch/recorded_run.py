@@ -4,8 +4,8 @@ The user's function runs once under the recorders of `recording/`, and its side 
 
 The graph does not show operations of NumPy or Python on data from tensors. To find where such data
 returns to PyTorch, the run is repeated with perturbed numbers at the line of the conversion.
-Any output that changes in this run depends on the line. Any number or array whose contents change
-when it is converted back to a tensor also depends on the line.
+Any output that changes in this run depends on the converted data. A number or array that is
+converted back to a tensor also depends on the converted data if its contents change in this run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     """Records the backward pass of a run; the cotangent is 1 for a real scalar, else random."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
-    # A graph from before the run may be freed, so use its leaves only if f reads no leaf.
+    # A graph from before the run may be freed, so use its leaves only if the run reads no leaf.
     leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()
@@ -123,7 +123,8 @@ def is_model(x: Any) -> bool:
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
     """Links conversions to NumPy or Python with the values that depend on the converted data.
 
-    If no perturbed run succeeds, or f is not deterministic, every output counts as dependent.
+    If no perturbed run succeeds, or the function is not deterministic, every output counts as
+    dependent.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen)
@@ -138,7 +139,10 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns the indices of conversions of leaf-dependent values whose dependents are unknown."""
+    """Returns the indices of the conversions whose dependent values are not yet known.
+
+    Only conversions of values that depend on a leaf are included.
+    """
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -159,10 +163,11 @@ def _changes(
 ) -> list[int] | None:
     """Returns the values that change in a run with perturbed numbers at the conversions `which`.
 
-    The result is None if f raises an error for all perturbed numbers.
+    The result is None if the function raises an error for all perturbed numbers.
     """
     changes = None
-    # With a large step, f may raise an error. A clipped value may change in one direction only.
+    # With a large step, the function may raise an error. A clipped value may change in one
+    # direction only.
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break
@@ -179,7 +184,7 @@ def _changes(
 
 
 def _other(x: Any, size: float) -> Any:
-    """Returns a perturbed number, array or list of the same type."""
+    """Returns a perturbed number, array or list of the same type as x."""
     if isinstance(x, list):
         return [_other(item, size) for item in x]
     array = np.asarray(x)

@@ -1,9 +1,9 @@
 """Per-thread patches of calls that a TorchFunctionMode does not intercept.
 
 The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators.
-Inside of the context manager, `around(owner, beneath, args, kwargs)` replaces calls of
-`owner(*args, **kwargs)` in this thread; `beneath` is the original method. A class is patched until
-the last thread exits the context manager; other threads call the original method.
+Inside of the context manager, `around(owner, beneath, args, kwargs)` replaces the patched method in
+this thread: `owner` is the called class or operator, and `beneath` is the original method. A class
+is patched until the last thread exits the context manager; other threads call the original method.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by
 class _AsWritten(AbstractContextManager[None]):
     """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
 
-    `set_stance` is process-wide and restores the previous stance on exit. Without the count,
-    overlapping contexts of two threads could leave the stance set.
+    `set_stance` is process-wide and restores the previous stance on exit. Without the reference
+    count, overlapping contexts of two threads could leave the stance set.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""`formula` for PyTorch: records a run of f as expressions, and computes derivatives of f.
+"""`formula` for PyTorch: records a run of a function f as expressions, and differentiates f.
 
 The function f runs once at copies of its arguments; its aten operations are recorded, and its side
 effects are undone. Captured tensors that require grad are differentiated like arguments. An
 operation outside of the vocabulary is decomposed by PyTorch, and the parts are recorded if all
-parts are in the vocabulary. Otherwise the operation becomes opaque: PyTorch computes and
-differentiates it. Each torch.autograd.Function is an opaque operation.
+parts are in the vocabulary. An operation with other parts becomes opaque: PyTorch computes and
+differentiates the operation. Each torch.autograd.Function is an opaque operation.
 
 An in-place operation gives the tensor a new value. GradtoolsError is raised if f reads a tensor
 after a write to another view of its storage, or draws random numbers inside of an opaque operation.
@@ -74,7 +74,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """Returns outputs and gradients of f; if `point` has directions, also second derivatives.
+    """Returns outputs, gradients and, if `point` has directions, second derivatives of the program.
 
     active: The positions of the differentiated inputs and captured tensors.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -87,7 +87,7 @@ def differentiated(
         moving = [*(xs[k] for k in wrt), *recorded.captured]
         with PlainKernels():  # fused kernels have no second derivative
             ys = program.run(xs)
-            # torch.as_tensor would move tensors to the default device.
+            # Tensors are not converted, because torch.as_tensor moves them to the default device.
             outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
         inexact = [y for y in outs if is_inexact(y)]
         pairs = zip(cotangents, inexact, strict=True)
@@ -188,7 +188,7 @@ class _FormulaRecorder(Recorder[Expr]):
             self.hold(out, self.of(call.args[0]))
             return out
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
-            return call.run()  # y[0] += 1 ends with a copy to itself
+            return call.run()  # y[0] += 1 ends with a copy of y[0] to itself
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
         operands = [self.of(x) if isinstance(x, Tensor) else constant(x) for x in call.operands()]
         writes = self.keep_written(call)
@@ -209,7 +209,7 @@ class _FormulaRecorder(Recorder[Expr]):
         else:
             likes = [*map(_like, outs)]
             values = translated(name, operands, attributes, likes, self.value_of)
-        if values is None and seeded:  # each evaluation would draw other numbers
+        if values is None and seeded:  # each evaluation of an opaque operation draws new numbers
             raise GradtoolsError(
                 f"formula: {name} draws random numbers while it computes. "
                 "Pass the random numbers as an argument."
@@ -249,7 +249,7 @@ class _FormulaRecorder(Recorder[Expr]):
     ) -> list[Expr]:
         """Returns the outputs of an opaque operation that calls a PyTorch function."""
         fun, args, kwargs = call
-        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
+        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # the calls of host kernels
         xs = [*tensors_in([args, kwargs])]
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -337,7 +337,7 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 }
 
 
-# --- aten operations whose meaning differs by more than the name
+# --- aten operations that need their own translation
 # Functions in READINGS take the recorder, the call, its attributes and its operands.
 
 

@@ -1,8 +1,8 @@
 """Undoes the side effects of a recorded run, with copies from before the run.
 
 `Undo` copies the state of random generators, the attributes of captured modules, and the contents,
-`.data`, `.grad` and `requires_grad` of tensors that f captures or reads. Changes to containers and
-other objects are not undone.
+`.data`, `.grad` and `requires_grad` of tensors that the function captures or reads. Changes to
+containers and other objects are not undone.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Undo:
                     own.update(was)
             for x, alias, grad, requires_grad in self._tensors.values():
                 if alias is not None and owner_of(x) is not owner_of(alias):
-                    x.data = alias  # f assigned another storage to x.data
+                    x.data = alias  # the run assigned another storage to x.data
                 if x.is_leaf and x.requires_grad != requires_grad:
                     x.requires_grad_(requires_grad)
                 if x.is_leaf and x.grad is not grad:
@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """Returns (object, name) for f and for each leaf of its arguments that is not an array."""
+    """Returns (object, name) for the function and for each argument leaf that is not an array."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]

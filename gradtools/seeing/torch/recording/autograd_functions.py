@@ -27,7 +27,7 @@ class ParametersRead(TorchFunctionMode):
         return fun(*args, **(kwargs or {}))
 
 
-_AGAIN = ("chunked", "frozen", "checkpoint")  # operators that recompute a part of f
+_AGAIN = ("chunked", "frozen", "checkpoint")  # operators that recompute a part of the program
 _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(EDITS, "edited gradient")}
 
 

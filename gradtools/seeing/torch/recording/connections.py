@@ -76,8 +76,9 @@ class ConnectionRecorder(RunRecorder):
         sizes: Maps value indices to the largest absolute value of the tensor, as in
             `PassesAtValues`.
         refusal: The PyTorch error that ended the run, and the finding that describes the error.
-        leaves: The copies of the leaves that were passed to f. Their value indices are in `inputs`.
-        outs: The results of f. Their value indices are in `outputs`.
+        leaves: The copies of the leaves that were passed to the function, with their value indices
+            in `inputs`.
+        outs: The results of the function, with their value indices in `outputs`.
     """
 
     caller = "why_zero"
@@ -95,7 +96,7 @@ class ConnectionRecorder(RunRecorder):
         self.leaves, self.outs = list[Any](), list[Any]()
         self.inputs, self.outputs = list[int](), list[int]()
         self._replaced, self._other = replaced, other
-        self._results: list[Any] = []  # fingerprints of the results of f
+        self._results: list[Any] = []  # fingerprints of the results of the run
         self._scalars: list[int] = []  # value indices of Python numbers read from tensors
         self._is_plain = True  # False inside of torch.func transforms
         self._edges: dict[int, Edge] = {}  # maps the id of a tensor to its gradient edge
@@ -117,7 +118,7 @@ class ConnectionRecorder(RunRecorder):
             if self.refusal is None or self.refusal[0] not in causes:
                 raise
         else:
-            self.refusal = None  # f caught the error
+            self.refusal = None  # the function caught the error
         with self.silent():
             number_of = lambda y: (self.of if isinstance(y, Tensor) else self.new)(y)
             self.outputs = [*map(number_of, self.outs)]
@@ -260,7 +261,7 @@ class ConnectionRecorder(RunRecorder):
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records a conversion of tensors to NumPy, Python numbers, or a bool for branches."""
+        """Records a conversion of tensors to NumPy arrays, Python numbers or branch conditions."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -287,10 +288,10 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
-        A changed result of f is included only if no earlier value differs.
+        A changed result of the function is included only if no earlier value differs.
         """
         both = zip(self.entries, other.entries, strict=False)
-        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until branches differ
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ
         changed = [of for (_, of, data), (*_, new) in alike if data != new]
         entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
         results = zip_longest(self._results, other._results)
@@ -342,7 +343,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns cut links if the write left grad_fn of x unchanged, otherwise (None, None)."""
+        """Returns cut links and their loss if grad_fn of x is unchanged, otherwise (None, None)."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None

@@ -1,4 +1,4 @@
-"""`Recorder` records a PyTorch run by function and dispatch modes, with the values of tensors.
+"""`Recorder` records a PyTorch run with function and dispatch modes, and assigns values to tensors.
 
 `Recorder` intercepts calls at up to four levels; the method of each level executes the call::
 
@@ -9,8 +9,9 @@
 
 `why_zero` uses the functions level to find stopped gradients and conversions to NumPy.
 `gradient_graph` (`passes.py`) uses the operations level, which includes backward operations.
-`formula` (`translating.py`) uses the more readable level for each call. This module implements the
-common parts: values of tensors, in-place writes, the running source line and modules.
+`formula` (`translating.py`) uses the level at which a call is more readable. This module implements
+the common parts: the values of tensors, in-place writes, and the source line and modules of the
+running operation.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Recorder(Generic[V]):
         values: Maps each value index to the shape, dtype and name of the value.
         captured: Maps value indices to the tensors that existed before the run.
         names: Maps the ids of captured tensors to their names.
-        scope: The names of the running modules, outermost first, relative to the parent module.
+        scope: The names of the running modules, outermost first, each relative to the parent
+            module.
         rules: The names and marks of the running torch.autograd.Functions, outermost first.
         table: The table of known tensors and their values.
         quiet: Whether recording is paused.
@@ -194,7 +196,7 @@ class Recorder(Generic[V]):
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
-        """Records a tensor that existed before the run."""
+        """Adds a captured tensor to `captured`, and copies the tensor for `Undo`."""
         self.captured[number] = x
         self.undo.watch(x)
 

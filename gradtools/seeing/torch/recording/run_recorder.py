@@ -43,7 +43,7 @@ class RecordedNode:
         node: The graph node; `node.links` is None if the links are not yet known.
         name: The aten name without the underscore of in-place variants.
         grad_enabled: Whether grad mode was enabled.
-        inner: Whether the operation ran in a backward pass that f itself started.
+        inner: Whether the operation ran in a backward pass that the recorded function started.
         written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
         known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the
@@ -174,7 +174,7 @@ class RunRecorder(Recorder[int]):
         """Returns the PyTorch name of an operation, such as "aten.add"."""
         return f"aten.{call.raw}"
 
-    # --- numbers of tensors
+    # --- value indices of tensors
 
     def hold(self, x: Tensor, value: int) -> None:
         """Assigns the value index `value` to x, with the first value of the storage as its base."""
@@ -234,13 +234,13 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns (links, kind of loss) of an update node of x after a write to an alias."""
+        """Returns (links, kind of loss) for an update of x, or (None, None) if both are unknown."""
         return None, None
 
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Adds links to a forward node; the links are weak if the operation has no derivative.
+        """Returns the node with its links; links are weak if the operation has no derivative.
 
         Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """

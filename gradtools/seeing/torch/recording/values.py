@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class KnownTensor(Generic[V]):
-    """A tensor with its value, the id of its storage, and the number of writes in its value."""
+    """A tensor, its value, its storage id, and the number of writes that the value includes."""
 
     tensor: Tensor
     value: V

@@ -19,7 +19,7 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
-_FINEST = 70  # The maximum number of halvings of the step, if larger steps leave f's domain.
+_FINEST = 70  # The maximum number of step sizes, if larger steps leave f's domain.
 
 
 class Slope(NamedTuple):

@@ -6,8 +6,8 @@ their layouts. If an output differs, the first operations whose values have no c
 reported. If a gradient of Re<c, out> differs, the operations that use the last common value with
 unequal cotangents are reported.
 
-The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
-"Matching execution histories of program versions", 2005), applied to cotangents as well.
+The method compares the data-flow graphs of two programs by their values (Zhang and Gupta, "Matching
+execution histories of program versions", 2005), and also by their cotangents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLER = "first_divergence"
 
 @dataclass
 class Divergence(Report):
-    """The report of `first_divergence`; true if nothing differs.
+    """The report of `first_divergence`, which is true if nothing differs.
 
     `comparisons` lists the compared outputs and the compared gradients of arguments and parameters.
 

@@ -274,7 +274,7 @@ class _Matching:
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _unequal(self) -> str:
-        """Names the unpaired arrays of equal roles, whose shapes differ."""
+        """Returns a sentence that names unpaired arrays with equal roles but different shapes."""
         found = []
         for name, x in self.torch.items():
             module, _, leaf = name.rpartition(".")
@@ -304,7 +304,7 @@ class Part(NamedTuple):
 
 
 def _role(module: str, leaves: Mapping[str, Part]) -> str:
-    """Returns "query", "key" or "value" if the module is part of a joint matrix, else ""."""
+    """Returns "query", "key" or "value" if the arrays are rows of a joint matrix, else ""."""
     return module.rpartition(".")[2] if any(part.rows for part in leaves.values()) else ""
 
 

@@ -350,7 +350,7 @@ def _accumulation() -> dict[str, Ways]:
 
 
 def _modules() -> dict[str, Ways]:
-    """Returns the gradient of a linear layer of equinox, if equinox is installed."""
+    """Returns functions for the gradient of an equinox layer, or {} without equinox."""
     if not importlib.util.find_spec("equinox"):
         return {}
     import equinox

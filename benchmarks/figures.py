@@ -206,7 +206,7 @@ def _imports() -> list[str]:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Splits a page into the text before the table, the table, and the text after it."""
+    """Splits a page into the text before the table, the table, and the text after the table."""
     before, begin, rest = page.partition(MARKS[0])
     now, end, after = rest.partition(MARKS[1])
     if not begin or not end:

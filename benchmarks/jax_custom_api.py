@@ -77,7 +77,7 @@ REASONS = {
     "CustomJVPTest.test_symbolic_zero_custom_jvp_vmap_doesnt_instantiate": "a zero tangent that a "
     "rule returns is passed to the next rule as an array of zeros",
 }
-"""Returns the reason why a test does not pass."""
+"""The reason for each failure, by the name of the test."""
 
 
 # --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------
@@ -157,18 +157,18 @@ def _named(fun: Any, of: Any) -> Any:
 
 
 class custom_jvp(_StandIn):
-    """`jax.custom_jvp`."""
+    """Replaces `jax.custom_jvp`."""
 
     jvp: Any = None
 
     def defjvp(self, jvp: Any, symbolic_zeros: bool = False) -> Any:
-        """JAX's."""
+        """Defines the rule, as `jax.custom_jvp.defjvp` does."""
         self.jvp = jvp
         self._gives(jvp, symbolic=symbolic_zeros)
         return jvp
 
     def defjvps(self, *jvps: Any) -> None:
-        """JAX's."""
+        """Defines one rule for each argument, as `jax.custom_jvp.defjvps` does."""
         self.jvp = jvps
         self._gives(*jvps, symbolic=None)
 
@@ -212,7 +212,7 @@ def _zero_for(x: Any, dx: Any) -> Any:
 
 
 class custom_vjp(_StandIn):
-    """`jax.custom_vjp`."""
+    """Replaces `jax.custom_vjp`."""
 
     fwd: Any = None
     bwd: Any = None
@@ -220,7 +220,7 @@ class custom_vjp(_StandIn):
     def defvjp(
         self, fwd: Any, bwd: Any, symbolic_zeros: bool = False, optimize_remat: bool = False
     ) -> None:
-        """JAX's."""
+        """Defines the rule, as `jax.custom_vjp.defvjp` does."""
         self.fwd, self.bwd = fwd, bwd
         self._gives(fwd, bwd, symbolic=symbolic_zeros, remat=optimize_remat)
 
@@ -377,7 +377,7 @@ def _run(path: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """Writes the tests that pass, and the tests that fail with the reasons."""
+    """Returns a page with the numbers of tests, and with the reasons for the failures."""
     skipped = [n for n, o in outcomes.items() if o == "skipped"]
     passed = [n for n, o in outcomes.items() if o == "passed"]
     rest = [n for n in outcomes if n not in {*skipped, *passed}]

@@ -34,7 +34,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
+from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, not installed
 
 CALLS = 10_000
 FEW = 20  # warm-up calls, which fill caches
@@ -157,7 +157,7 @@ def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
 
 
 def kept() -> list[Run]:
-    """Returns the run with the most calls for each use of an operator (the last such run)."""
+    """Returns, for each use of an operator, the last of the runs with the most calls."""
     lines = PARTS.read_text(encoding="utf-8").splitlines() if PARTS.exists() else []
     runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
     return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())

@@ -94,7 +94,7 @@ def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterato
 
 
 def digits(x: float) -> str:
-    """Three of them."""
+    """Formats a number with three significant digits, or as an integer if it is at least 100."""
     return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 

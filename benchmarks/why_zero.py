@@ -49,7 +49,7 @@ def leaves(gt: Any) -> tuple[Any, Any]:
 
 
 def transformer(gt: Any) -> Callable[[Any, Any], Any]:
-    """Applies twelve layers of attention and MLP, in either framework."""
+    """Returns a model with twelve layers of attention and MLP, for either framework."""
     xp = gt.xp
 
     def normalised(x: Any, scale: Any, shift: Any) -> Any:
@@ -79,7 +79,7 @@ def transformer(gt: Any) -> Callable[[Any, Any], Any]:
 
 
 def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the healthy loss, and a loss that is constant at these values."""
+    """Returns the healthy loss, and a loss that is clipped to a constant."""
     model, xp = transformer(gt), gt.xp
     return {
         "healthy": lambda params, x: xp.mean(model(params, x) ** 2),
@@ -98,7 +98,7 @@ def timed(call: Callable[[], Any]) -> list[float]:
 
 
 def measured(wing: str, case: str, argnums: int) -> dict[str, Any]:
-    """Measures one row in this process; the forward pass runs last."""
+    """Measures the times of `why_zero` for one row, in this process."""
     gt = importlib.import_module(f"gradtools.{wing}")
     (params, x), f = leaves(gt), losses(gt)[case]
     reports = []

@@ -113,7 +113,7 @@ def recall(side, batch):
 
 
 def progress(steps):
-    """Yields the step numbers and shows a progress bar on a terminal."""
+    """Returns the steps, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm

@@ -216,7 +216,9 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands. For example, ``c x`` is printed as ``2 y`` if x is y and c is 2.
+    """A formula of operands.
+
+    For example, ``c x`` is printed as ``2 y`` if the letter of the operand is y and c is 2.
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.

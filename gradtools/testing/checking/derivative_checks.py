@@ -220,7 +220,7 @@ class DerivativeCheck:
         return np.asarray(x).astype(like.dtype)
 
     def everywhere(self, by_entry: bool = False) -> Arrays:
-        """Draws a tangent for all leaves, scaled by the magnitude of each leaf or each entry."""
+        """Draws a tangent of all leaves, scaled by the size of each leaf or of each entry."""
         sizes = size_by_entry if by_entry else scale_of
         return [(self.draw(x) * sizes(x)).astype(x.dtype) for x in self.xs]
 

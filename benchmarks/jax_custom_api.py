@@ -3,14 +3,14 @@
     python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
 
 The program reads `tests/custom_api_test.py` in the checkout, runs its two classes in a separate
-process, and prints the tests that pass and the reasons for failures. The replacements below adapt
+process, and prints the numbers of tests and the reasons for failures. The replacements below adapt
 the interface:
 
 - Arguments in `nondiff_argnums` that contain arrays are passed as arguments; all other arguments in
   `nondiff_argnums` are passed as static arguments. For a custom_vjp, tracers in these arguments
   raise an error, as in JAX.
 - A cotangent is J^H c in gradtools and J^T c in JAX, so complex cotangents are conjugated.
-- With symbolic zeros, JAX's objects are passed to fwd, and its results are passed on unchanged.
+- With symbolic zeros, JAX's objects are passed to fwd, and fwd's results are passed on unchanged.
 - If JAX's test expects an error, any `GradtoolsError` counts, whatever its message.
 """
 
@@ -343,7 +343,7 @@ def _suite(path: str) -> unittest.TestSuite:
 
 
 def _outcomes(path: str) -> dict[str, str]:
-    """Returns "passed", "skipped" or the last line of the output, by name of the test."""
+    """Returns "passed", "skipped" or the last line of the error, by name of the test."""
     from absl import flags
 
     flags.FLAGS([sys.argv[0]])

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def grown(self) -> dict[str, int]:
-        """Returns the counts that grew by more than one per hundred calls and more than noise."""
+        """Returns the counts that grew by more than 30 and by more than one per hundred calls."""
         more = {k: self.after[k] - self.before[k] for k in self.after}
         return {k: n for k, n in more.items() if n > max(30, self.calls // 100)}
 

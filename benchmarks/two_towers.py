@@ -51,7 +51,7 @@ Layers = dict[str, np.ndarray]
 
 @dataclass
 class Step:
-    """The results and costs of one step, and a function that runs it again."""
+    """The results and costs of one step, and a function that repeats the step."""
 
     run: Callable[[], Any]
     loss: float

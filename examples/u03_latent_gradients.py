@@ -253,7 +253,7 @@ def against_depth(gt, backend):
         zs = codes_like(n, 32, WIDTH)
         return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
 
-    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak does not change
+    few = {"torch": 24, "jax": 384}[backend]  # beyond this N, the peak grows linearly
     for depth in DEPTHS:
         for name, way in ways(gt).items():
             further = (step(way, depth, few + 16) - step(way, depth, few)) / 16

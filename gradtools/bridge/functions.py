@@ -141,7 +141,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Maps the function over `depth` batch axes (memoized). `shared` comes from `_shared`."""
+        """Returns the function mapped over `depth` batch axes; `shared` is made by `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):

@@ -42,7 +42,7 @@ class JaxGuest:
         self.jit = jit
 
     def entry(self, run: Any) -> Any:
-        """Returns the function to call: compiled, unless jit=False."""
+        """Returns `run`, compiled by `jax.jit` unless jit=False."""
         return jax.jit(run) if self.jit else run
 
     def as_array(self, name: str, y: Any) -> jax.Array:

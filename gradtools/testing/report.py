@@ -47,7 +47,7 @@ class Comparison:
         shape: The shape of the arrays, or of the first array if the shapes differ.
         dtype: The coarser of the arrays' dtypes.
         status: "agrees", "differs", or "convention" (the arrays differ by a known convention).
-        cause: The likely cause in a few words, or None if it is unknown.
+        cause: The likely cause in a few words, or None if the cause is unknown.
         detail: The evidence for the cause, and advice.
         uncompared: The number of entries that are NaN, or the same infinity, in both arrays.
     """
@@ -162,7 +162,10 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """Returns each entry's error in tolerances, or inf for unequal entries that are not finite."""
+    """Returns each entry's error in units of the tolerance.
+
+    The error is inf if the entries differ and one of them is not finite.
+    """
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))

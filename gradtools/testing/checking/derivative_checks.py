@@ -136,7 +136,7 @@ def check_context(
 ) -> Iterator[None]:
     """Context manager that sets the highest matmul precision and enables x64 for 64-bit args.
 
-    Raises an error if order, modes or the backend are invalid.
+    Raises an error if `order`, `modes` or `backend` is invalid.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"{caller}: order is {order!r}; expected 1 or 2.")

@@ -152,7 +152,7 @@ class RuleCheck(DerivativeCheck):
         return functions.pair(result, "fwd", "(out, residuals)")
 
     def bwd(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
-        """Returns bwd's validated cotangents of the differentiable leaves."""
+        """Returns bwd's validated cotangents, one for each array in the arguments."""
         leaves, treedef = self.probe.waist.flatten(out)
         left = iter(vs)
         full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
@@ -330,7 +330,7 @@ class RuleCheck(DerivativeCheck):
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
     """Returns the path of the first array that differs, or "" if no array differs.
 
-    An empty path is returned as " ".
+    If the path of this array is empty, " " is returned.
     """
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):

@@ -23,7 +23,7 @@ _FINEST = 70  # The maximum number of step sizes, if larger steps leave f's doma
 
 
 class Slope(NamedTuple):
-    """An estimate of f'(0).
+    """An estimate of f'(0) for a function f of one scalar.
 
     Attributes:
         value: The slope of each entry, or NaN if no step size gives a slope.

@@ -2,8 +2,8 @@
 
 Each disagreement is explained by the first cause that applies:
 
-1. randomness (two runs of one side differ), an argument that affects the output on one side only;
-2. a gradient that one side stops, a kink near which both sides agree, NaN or infinity on one side;
+1. randomness (two runs of one side differ), or an argument that affects only one side's output;
+2. a gradient that one side stops, a kink near which both sides agree, or NaN or inf on one side;
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 

@@ -113,7 +113,7 @@ def ratio(row: Row, base: Row) -> float:
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """Returns the row of an operator: gradtools, hand-written code, then other packages."""
+    """Yields the row of an operator: gradtools, hand-written code, then other packages."""
     ours, hand, *peers = rows
     others = ", ".join(
         f"{p.way}: {p.flops / 1e6:.2f} MFLOP, {p.peak / 1e3:.0f} kB, {ratio(p, hand):.2f}"

@@ -6,7 +6,7 @@ bytes are the temporaries of the compiled program, with the layers in a scan and
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
 layers take some milliseconds; frozen_sizes.py times smaller networks.
 
-Each model runs in a separate process, with two processes at a time, or the number in --jobs=....
+Each framework and model is one job. Two processes run jobs, or the number in --jobs=....
 Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
 continued. With --report, the program writes the measurements so far, with a dash for a missing
 cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
@@ -441,7 +441,7 @@ def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bo
 
 
 def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[str]:
-    """Returns a table: a row for each framework, model and method, a column for each cell."""
+    """Yields the lines of a table: a row for each framework, model and method."""
     same = lambda a, b: (a.depth, a.uses) == (b.depth, b.uses)
     first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
     many = first[0].over_uses

@@ -52,7 +52,7 @@ def compiled(
 
 
 def along_z(freeze: Any) -> str:
-    """Returns megabytes per additional z_i, with derivatives for y and the z_i, all in loops."""
+    """Returns megabytes per additional z_i, with derivatives with respect to y and the z_i."""
     sizes = [
         compiled(scanned, freeze, jax.lax.map, uses, (0, 1)).memory_analysis().temp_size_in_bytes
         for uses in (USES, 2 * USES)

@@ -173,7 +173,7 @@ def keep(run: Run) -> None:
 
 
 def report(runs: list[Run]) -> Iterator[str]:
-    """Returns the page of results."""
+    """Yields the lines of the page of results."""
     yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
     yield ""
     yield (
@@ -192,7 +192,7 @@ def report(runs: list[Run]) -> Iterator[str]:
 
 
 def table(backend: str, runs: list[Run]) -> Iterator[str]:
-    """Returns one row for each operator, in order."""
+    """Yields the lines of a table with one row for each operator, in order."""
     heads = [c for c in COUNTS if c in runs[0].after]
     order = [use.name for use in USES]
     lost = [use.name for use in USES if backend in use.backends]

@@ -70,7 +70,7 @@ def seconds(runs: list[Way]) -> list[float]:
 
 
 def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterator[str]:
-    """Returns a row for each method; times are relative to the first method."""
+    """Yields a row for each method; times are relative to the first method."""
     module, costs, runs = gj if framework == "JAX" else gt, {}, {}
     for name, way in ways.items():
         if way is None:

@@ -353,7 +353,7 @@ class _Sine(torch.autograd.Function):
 
 
 class _HostSine(torch.autograd.Function):
-    """Implements the sine by NumPy, with a vmap rule."""
+    """Implements the sine with NumPy and a vmap rule."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> Any:
@@ -373,7 +373,7 @@ class _HostSine(torch.autograd.Function):
 
 
 class _HostCosine(_HostSine):
-    """Implements the derivative of `_HostSine` by NumPy."""
+    """Implements the derivative of `_HostSine` with NumPy."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> Any:

@@ -70,10 +70,11 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """Maps images to the target domain: rotates, mixes with a tenth of the inverse, adds noise.
+    """Maps images to the target domain: rotates, partly inverts and adds noise.
 
-    Images are rotated by 20 to 40 degrees. If images were inverted completely, gradient reversal
-    would align classes of one domain with other classes of the other domain.
+    Images are rotated by 20 to 40 degrees and mixed with a tenth of their inverse. If images were
+    inverted completely, gradient reversal would align classes of one domain with other classes of
+    the other domain.
     """
     from scipy.ndimage import rotate
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-sys.path.append(str(FOLDER.parent))  # lets cells import the programs in this folder
+sys.path.append(str(FOLDER.parent))  # lets cells import the programs in examples/
 FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 

@@ -56,7 +56,10 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Returns the verdict of one comparison, along a random tangent (of array `only`)."""
+        """Returns the verdict of one comparison along a random tangent.
+
+        only: The index of the array that is moved. If None, all arrays are moved.
+        """
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]

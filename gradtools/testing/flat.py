@@ -270,7 +270,7 @@ def described(f: Any) -> str:
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Returns Re<us, ws> in double precision, without entries where us is 0 (ws may be NaN)."""
+    """Returns Re<us, ws> in double precision, without entries where us is 0 and ws may be NaN."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
 

@@ -287,7 +287,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:
-        """Compares the results of the rule under vmap over three examples with the results of each.
+        """Compares the rule's results under vmap over three examples with each example's results.
 
         A rule is written for one example, and the framework batches it. Errors occur in a host
         kernel with `vectorized=True`, in a rule with its own vmap, and in code that depends on an

@@ -122,7 +122,7 @@ class Inputs:
 
     @classmethod
     def read(cls, caller: str, args: Sequence[Any], dtype: str | None) -> Inputs:
-        """Flattens `args`, and casts its arrays."""
+        """Flattens `args`, and casts the arrays to `dtype`."""
         trees = import_module("gradtools.torch")._api._backend
         try:
             leaves, treedef = trees.flatten(tuple(args))

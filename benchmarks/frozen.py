@@ -6,10 +6,10 @@ bytes are the temporaries of the compiled program, with the layers in a scan and
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
 layers take some milliseconds; frozen_sizes.py times smaller networks.
 
-Each framework and model is one job. Two processes run jobs, or the number in --jobs=....
-Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
-continued. With --report, the program writes the measurements so far, with a dash for a missing
-cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
+Each pair of framework and model is one job. The jobs run in two processes; --jobs=N sets another
+number. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
+can be continued. With --report, the program writes the measurements so far, with a dash for a
+missing cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
 measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
 """
 

@@ -1,1 +1,1 @@
-"""Benchmark programs, as a package that takes precedence over installed `benchmarks`."""
+"""Makes this folder a package that takes precedence over an installed package `benchmarks`."""

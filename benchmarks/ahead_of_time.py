@@ -112,7 +112,7 @@ class Target:
 
 
 def cost(f: Callable[..., Any], *shapes: Any) -> Cost:
-    """Compiles f for the devices of its arguments."""
+    """Compiles f for the devices of its arguments, and returns the costs of the program."""
     program = jax.jit(f).lower(*shapes).compile()
     counts, memory = program.cost_analysis(), program.memory_analysis()
     text, operation = program.as_text(), r" ([a-z][a-z0-9-]*?)(?:-start)?\("
@@ -166,7 +166,7 @@ def batch_loss(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks(target: Target, count: int) -> dict[str, Cost]:
-    """Returns a step over `count` chunks, and a step over the rows of a single chunk."""
+    """Returns the costs of a step over one chunk, and over `count` chunks by two methods."""
     layers = target.array(LAYERS, FEATURES, FEATURES)
     x, one = (target.array(n * CHUNK, FEATURES) for n in (count, 1))
     in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0))
@@ -178,7 +178,7 @@ def chunks(target: Target, count: int) -> dict[str, Cost]:
 
 
 def depth(target: Target, layers: int) -> dict[str, Cost]:
-    """Returns the mixed partial through `depth` layers."""
+    """Returns the costs of a mixed partial through `layers` layers, by two methods."""
     f = lambda y, g: ((y * g) ** 2).sum()
     w = target.array(layers, FEATURES, FEATURES)
     rows = [target.array(CHUNK, FEATURES) for _ in range(3)]
@@ -200,7 +200,7 @@ USES = 64
 
 
 def uses(target: Target, layers: int) -> dict[str, Cost]:
-    """Returns the derivative with respect to y of all df/dz_i, at 64 z_i, for `depth` layers."""
+    """Returns the costs of differentiating all 64 df/dz_i with respect to y, by two methods."""
     w = target.array(layers, FEATURES, FEATURES)
     y, zs = target.array(FEATURES), target.array(USES, 128, FEATURES)
 
@@ -219,7 +219,7 @@ def uses(target: Target, layers: int) -> dict[str, Cost]:
 def contrastive(
     a: Any, b: Any, size: int = CHUNK, gather: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The symmetric contrastive loss, computed in chunks of rows of the scores.
+    """Computes the symmetric contrastive loss in chunks of rows of the scores.
 
     size: The number of rows in a chunk. gather: Replicates the rows of a sharded array on every
     device, so that each chunk contains rows of every device.
@@ -235,7 +235,7 @@ def contrastive(
 
 
 def contrast(target: Target, batch: int) -> dict[str, Cost]:
-    """A contrastive step with an encoder of 16 layers."""
+    """Returns the costs of a contrastive step with an encoder of 16 layers, by three methods."""
 
     def dense(a: Any, b: Any) -> Any:
         scores = (a @ b.T).astype(jnp.float32)
@@ -283,7 +283,7 @@ def by_hand(f: Callable[..., Any], size: int, **_: Any) -> Callable[..., Any]:
 
 
 def meshes(target: Target, kind: str, board: str, chunked: Callable[..., Any] = gt.chunked) -> Cost:
-    """A contrastive step on several devices with 2,048 rows on each; bytes are for one device.
+    """Returns the cost on one device of a contrastive step with 2,048 rows on each device.
 
     kind: ``shard_map`` (features are gathered over a named axis), or ``Explicit`` or ``Auto`` axes.
     chunked: The function that applies the encoder in chunks.

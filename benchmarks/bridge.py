@@ -90,7 +90,7 @@ def rows_of(size: int) -> dict[str, Variants]:
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """Yields a row of the table for each variant."""
+    """Returns a row of the table for each variant."""
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():
         run()

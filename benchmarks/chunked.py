@@ -36,7 +36,7 @@ import gradtools.torch as gt
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.support.live_bytes import peak_bytes  # noqa: E402, it is no package
+from tests.support.live_bytes import peak_bytes  # noqa: E402, not installed
 
 ROUNDS = 9
 CHUNK, COUNT, COUNTS = 32, 8, (4, 8, 16, 32)
@@ -163,7 +163,7 @@ def stepping(net: Any, step: Callable[[torch.Tensor], None], x: torch.Tensor) ->
 
 
 def torch_ways(net: Any) -> dict[str, Way]:
-    """Checks that all chunked methods agree, since they draw the same masks."""
+    """Returns the methods; checks that methods with equal dropout masks agree."""
     ways, found = {}, {}
     for name, step in in_torch(net).items():
         run = stepping(net, step, batch(COUNT))
@@ -317,7 +317,7 @@ def compiled(fun: Callable[..., Any], args: Any) -> tuple[Any, int]:
 
 
 def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
-    """Checks that methods with equal chunks agree, since they draw the same masks."""
+    """Returns the methods; checks that methods with equal dropout masks agree."""
     args, ways, found = arguments(COUNT), {}, {}
     for name, fun in funs.items():
         program, peak = compiled(fun, args)

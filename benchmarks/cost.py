@@ -39,7 +39,7 @@ from gradtools.errors import GradtoolsError
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.support.costs import cost  # noqa: E402, it is no package
+from tests.support.costs import cost  # noqa: E402, not installed
 from tests.support.devices import placed  # noqa: E402
 
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3
@@ -84,7 +84,7 @@ def ready(run: Callable[..., Any]) -> Any:
 
 
 def time_them(rows: list[Row]) -> None:
-    """Runs paired rounds; the number of calls per round depends on the hand-written code's time."""
+    """Times the rows in paired rounds; the calls per round depend on the time of the first row."""
     for row in rows:
         row.run()
     once = max(spent(rows[0].run, 3), 1e-6)
@@ -96,7 +96,7 @@ def time_them(rows: list[Row]) -> None:
 
 
 def spent(run: Callable[[], Any], calls: int) -> float:
-    """Returns the seconds of a call: CPU time, or wall-clock time on a device."""
+    """Returns the seconds of a call: CPU time, or wall-clock time on a GPU."""
     now = time.perf_counter if ON_GPU else time.process_time
     start = now()
     for _ in range(calls):
@@ -107,13 +107,13 @@ def spent(run: Callable[[], Any], calls: int) -> float:
 
 
 def ratio(row: Row, base: Row) -> float:
-    """Returns the median of the paired ratios."""
+    """Returns the median of the paired ratios of two rows' times."""
     pairs = zip(row.seconds, base.seconds, strict=True)
     return statistics.median(a / b for a, b in pairs)
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """Returns the row of an operator: gradtools, hand-written code, then other packages."""
+    """Yields the row of an operator: gradtools, hand-written code, then other packages."""
     ours, hand, *peers = rows
     others = ", ".join(
         f"{p.way}: {p.flops / 1e6:.2f} MFLOP, {p.peak / 1e3:.0f} kB, {ratio(p, hand):.2f}"
@@ -128,7 +128,7 @@ def lines(rows: list[Row]) -> Iterator[str]:
 
 
 def absent() -> list[str]:
-    """Returns the packages that are not installed."""
+    """Returns the peer packages that are not installed."""
     module = lambda name: name.replace("-", "_")
     names = [name for among in PEERS.values() for name in among]
     return [name for name in names if importlib.util.find_spec(module(name)) is None]

@@ -31,7 +31,7 @@ def cases(rows: int, width: int) -> dict[str, Ways]:
 
 
 class Point:
-    """The arrays of all cases, and a function of two arrays."""
+    """The arrays of all cases, and functions of these arrays."""
 
     def __init__(self, rows: int, width: int) -> None:
         generator, here = torch.Generator().manual_seed(0), torch.get_default_device()
@@ -55,7 +55,7 @@ class Point:
 
 
 def graded(f: Callable[..., Any], *xs: Any, create: bool = False) -> Any:
-    """Computes the value of f and its gradients by autograd."""
+    """Returns the value of f, its gradients by autograd, and the differentiated aliases of xs."""
     aliases = [x.detach().requires_grad_() for x in xs]
     out = f(*aliases)
     return out, torch.autograd.grad(out, aliases, create_graph=create), aliases
@@ -156,7 +156,7 @@ def by_duals(f: Callable[[Any], Any], x: Any, t: Any) -> Any:
 
 
 def by_transposing(f: Callable[[Any], Any], x: Any, t: Any) -> Any:
-    """Returns a pushforward as the transpose of the pullback."""
+    """Computes a pushforward as the transpose of the pullback."""
     alias = x.detach().requires_grad_()
     out = f(alias)
     c = torch.zeros_like(out).requires_grad_()
@@ -214,7 +214,7 @@ def _second_order(at: Point) -> dict[str, Ways]:
 
 
 def edit_by_hand(edit: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a common implementation of a Function that changes the cotangent."""
+    """Returns an identity, implemented as an autograd.Function that changes the cotangent."""
 
     class Edit(torch.autograd.Function):
         @staticmethod
@@ -344,7 +344,7 @@ def _memory(at: Point) -> dict[str, Ways]:
     G = lambda z: at.layer(v, at.layer(v, z))
 
     def slopes(G: Callable[..., Any]) -> Callable[[], Any]:
-        """Differentiates the sum of squares of a derivative along z with respect to w."""
+        """Returns a function that differentiates the sum of squares of d/dz with respect to w."""
 
         def run() -> Any:
             weights, z = w.detach().requires_grad_(), x.detach().requires_grad_()

@@ -24,7 +24,7 @@ Row = dict[str, str]
 
 
 def rows(name: str, *holding: str, under: str = "") -> list[Row]:
-    """Returns the rows with these cells, from all tables of a file of results, as dicts.
+    """Returns the rows that contain the cells `holding`, from all tables of a results file.
 
     under: A part of the heading of the section that contains the rows.
     """
@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns the cells for PyTorch and for JAX, each from the only row with these cells."""
+    """Returns a cell for PyTorch and a cell for JAX, each from the only row with `holding`."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)
@@ -206,7 +206,7 @@ def _imports() -> list[str]:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Splits a page into the text before the table, the table, and the text after it."""
+    """Splits a page into the text before the table, the table, and the text after the table."""
     before, begin, rest = page.partition(MARKS[0])
     now, end, after = rest.partition(MARKS[1])
     if not begin or not end:

@@ -6,10 +6,10 @@ bytes are the temporaries of the compiled program, with the layers in a scan and
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
 layers take some milliseconds; frozen_sizes.py times smaller networks.
 
-Each model runs in a separate process, with two processes at a time, or the number in --jobs=....
-Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
-continued. With --report, the program writes the measurements so far, with a dash for a missing
-cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
+Each pair of framework and model is one job. The jobs run in two processes; --jobs=N sets another
+number. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
+can be continued. With --report, the program writes the measurements so far, with a dash for a
+missing cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
 measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
 """
 
@@ -54,7 +54,7 @@ QUICK = "--quick" in sys.argv
 LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # numbers of rounds, time limit
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
-TIMED = USES[:3]  # with more uses, only the bytes are measured
+TIMED = USES[:3]  # with more uses, times are not measured
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS = "gt.frozen"
@@ -64,7 +64,8 @@ CODES = {"dense": (32, 2048), "convolutional": (16, 16), "transformer": (4, 32, 
 if QUICK:
     CODES["dense"] = (8, 16)
 CHANNELS, SIDE, HEADS = 32, 16, 4
-WIDTHS = {name: SIDE**2 if name == "convolutional" else x[-1] for name, x in CODES.items()}  # y's
+# The lengths of y.
+WIDTHS = {name: SIDE**2 if name == "convolutional" else x[-1] for name, x in CODES.items()}
 SIZES = CODES, CHANNELS, SIDE, HEADS
 PARTS = HERE.parent / "out" / "frozen.jsonl"
 
@@ -318,7 +319,7 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Counts flops of products and convolutions as PyTorch does, in loops per iteration."""
+    """Counts flops of products and convolutions as PyTorch does; each loop iteration counts."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop with an unknown trip count"
@@ -397,7 +398,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Returns depth, number of z_i, and whether a cell is in the table over the number of z_i."""
+    """Returns each cell's depth and number of z_i, and whether the table over z_i contains it."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 
@@ -440,7 +441,7 @@ def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bo
 
 
 def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[str]:
-    """Returns a table: a row for each framework, model and method, a column for each cell."""
+    """Yields the lines of a table: a row for each framework, model and method."""
     same = lambda a, b: (a.depth, a.uses) == (b.depth, b.uses)
     first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
     many = first[0].over_uses

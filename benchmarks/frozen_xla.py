@@ -3,8 +3,8 @@
 G has 24 dense layers of width 64 and is used four times, with 64 rows in float64. The layers are
 unrolled or in a scan, and the z_i are processed in a Python loop or in `jax.lax.map`. The table
 contains the bytes of temporaries of the compiled program of dg/dy, and XLA's count of operations
-for programs without loops. The last line is the memory of each additional z_i if the z_i are
-differentiated as well.
+for programs without loops. The last line is the memory of each additional z_i if the derivatives
+with respect to the z_i are also computed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def compiled(
 
 
 def along_z(freeze: Any) -> str:
-    """Returns megabytes per additional z_i, with derivatives for y and the z_i, all in loops."""
+    """Returns megabytes per additional z_i, with derivatives with respect to y and the z_i."""
     sizes = [
         compiled(scanned, freeze, jax.lax.map, uses, (0, 1)).memory_analysis().temp_size_in_bytes
         for uses in (USES, 2 * USES)

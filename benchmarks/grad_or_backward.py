@@ -24,7 +24,7 @@ Work = Callable[[torch.nn.Parameter, float], int]
 
 
 def backward_work() -> tuple[float, float]:
-    """Returns the MFLOP of a backward pass of two layers, for the first layer and for both."""
+    """Returns the MFLOP of a backward pass for the first of two layers, and for both layers."""
     first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     named, every = list(first.parameters()), [*first.parameters(), *second.parameters()]
     found = []
@@ -37,7 +37,7 @@ def backward_work() -> tuple[float, float]:
 
 
 def moved_by_zeros(optimizer: type[torch.optim.Optimizer], **options: float) -> float:
-    """Returns the change of a weight by a zero gradient, after one step with gradient 1."""
+    """Returns the change of a weight by a step with gradient 0, after a step with gradient 1."""
     w = torch.nn.Parameter(torch.ones(1))
     steps = optimizer([w], lr=0.1, **options)
     w.grad = torch.ones(1)
@@ -48,7 +48,7 @@ def moved_by_zeros(optimizer: type[torch.optim.Optimizer], **options: float) -> 
 
 
 def bfloat16_sum(dtype: str | None) -> float:
-    """Returns the sum of 600 gradients of 1 in bfloat16."""
+    """Returns the sum of 600 bfloat16 gradients of 1, accumulated in `dtype`."""
     total = gt.GradientAccumulator(dtype=dtype)
     for _ in range(600):
         total.add(torch.ones((), dtype=torch.bfloat16))
@@ -97,7 +97,7 @@ def accumulate(w: torch.nn.Parameter, i: float) -> int:
 
 
 def at_once(work: Work, size: int) -> tuple[int, torch.Tensor]:
-    """Returns the number of wrong gradients of all threads, and `.grad` afterwards."""
+    """Runs `work` in several threads; returns the number of wrong gradients, and `.grad`."""
     w = torch.nn.Parameter(torch.ones(size))
     w.grad = torch.zeros(size)
     wrong = [0] * THREADS

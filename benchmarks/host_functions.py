@@ -104,7 +104,7 @@ def in_jax(size: int) -> dict[str, Variants]:
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """Yields a row of the table for each variant."""
+    """Returns a row of the table for each variant."""
     calls = 10 if "gradient, JAX eager" in what else 50
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():

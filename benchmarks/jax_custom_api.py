@@ -3,14 +3,14 @@
     python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
 
 The program reads `tests/custom_api_test.py` in the checkout, runs its two classes in a separate
-process, and prints the tests that pass and the reasons for failures. The replacements below adapt
+process, and prints the numbers of tests and the reasons for failures. The replacements below adapt
 the interface:
 
 - Arguments in `nondiff_argnums` that contain arrays are passed as arguments; all other arguments in
   `nondiff_argnums` are passed as static arguments. For a custom_vjp, tracers in these arguments
   raise an error, as in JAX.
 - A cotangent is J^H c in gradtools and J^T c in JAX, so complex cotangents are conjugated.
-- With symbolic zeros, JAX's objects are passed to fwd, and its results are passed on unchanged.
+- With symbolic zeros, JAX's objects are passed to fwd, and fwd's results are passed on unchanged.
 - If JAX's test expects an error, any `GradtoolsError` counts, whatever its message.
 """
 
@@ -77,7 +77,7 @@ REASONS = {
     "CustomJVPTest.test_symbolic_zero_custom_jvp_vmap_doesnt_instantiate": "a zero tangent that a "
     "rule returns is passed to the next rule as an array of zeros",
 }
-"""Returns the reason why a test does not pass."""
+"""The reason for each failure, by the name of the test."""
 
 
 # --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------
@@ -157,18 +157,18 @@ def _named(fun: Any, of: Any) -> Any:
 
 
 class custom_jvp(_StandIn):
-    """`jax.custom_jvp`."""
+    """Replaces `jax.custom_jvp`."""
 
     jvp: Any = None
 
     def defjvp(self, jvp: Any, symbolic_zeros: bool = False) -> Any:
-        """JAX's."""
+        """Defines the rule, as `jax.custom_jvp.defjvp` does."""
         self.jvp = jvp
         self._gives(jvp, symbolic=symbolic_zeros)
         return jvp
 
     def defjvps(self, *jvps: Any) -> None:
-        """JAX's."""
+        """Defines one rule for each argument, as `jax.custom_jvp.defjvps` does."""
         self.jvp = jvps
         self._gives(*jvps, symbolic=None)
 
@@ -212,7 +212,7 @@ def _zero_for(x: Any, dx: Any) -> Any:
 
 
 class custom_vjp(_StandIn):
-    """`jax.custom_vjp`."""
+    """Replaces `jax.custom_vjp`."""
 
     fwd: Any = None
     bwd: Any = None
@@ -220,7 +220,7 @@ class custom_vjp(_StandIn):
     def defvjp(
         self, fwd: Any, bwd: Any, symbolic_zeros: bool = False, optimize_remat: bool = False
     ) -> None:
-        """JAX's."""
+        """Defines the rule, as `jax.custom_vjp.defvjp` does."""
         self.fwd, self.bwd = fwd, bwd
         self._gives(fwd, bwd, symbolic=symbolic_zeros, remat=optimize_remat)
 
@@ -343,7 +343,7 @@ def _suite(path: str) -> unittest.TestSuite:
 
 
 def _outcomes(path: str) -> dict[str, str]:
-    """Returns "passed", "skipped" or the last line of the output, by name of the test."""
+    """Returns "passed", "skipped" or the last line of the error, by name of the test."""
     from absl import flags
 
     flags.FLAGS([sys.argv[0]])
@@ -377,7 +377,7 @@ def _run(path: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """Writes the tests that pass, and the tests that fail with the reasons."""
+    """Returns a page with the numbers of tests, and with the reasons for the failures."""
     skipped = [n for n, o in outcomes.items() if o == "skipped"]
     passed = [n for n, o in outcomes.items() if o == "passed"]
     rest = [n for n in outcomes if n not in {*skipped, *passed}]

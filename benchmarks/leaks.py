@@ -34,7 +34,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
+from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, not installed
 
 CALLS = 10_000
 FEW = 20  # warm-up calls, which fill caches
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def grown(self) -> dict[str, int]:
-        """Returns the counts that grew by more than one per hundred calls and more than noise."""
+        """Returns the counts that grew by more than 30 and by more than one per hundred calls."""
         more = {k: self.after[k] - self.before[k] for k in self.after}
         return {k: n for k, n in more.items() if n > max(30, self.calls // 100)}
 
@@ -157,7 +157,7 @@ def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
 
 
 def kept() -> list[Run]:
-    """Returns the run with the most calls for each use of an operator (the last such run)."""
+    """Returns, for each use of an operator, the last of the runs with the most calls."""
     lines = PARTS.read_text(encoding="utf-8").splitlines() if PARTS.exists() else []
     runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
     return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())
@@ -173,7 +173,7 @@ def keep(run: Run) -> None:
 
 
 def report(runs: list[Run]) -> Iterator[str]:
-    """Returns the page of results."""
+    """Yields the lines of the page of results."""
     yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
     yield ""
     yield (
@@ -192,7 +192,7 @@ def report(runs: list[Run]) -> Iterator[str]:
 
 
 def table(backend: str, runs: list[Run]) -> Iterator[str]:
-    """Returns one row for each operator, in order."""
+    """Yields the lines of a table with one row for each operator, in order."""
     heads = [c for c in COUNTS if c in runs[0].after]
     order = [use.name for use in USES]
     lost = [use.name for use in USES if backend in use.backends]

@@ -52,7 +52,7 @@ class _Reverse(torch.autograd.Function):
 
 
 def reversal(size: int) -> Variants:
-    """Returns variants of forward and backward of the identity, with and without reversal."""
+    """Returns variants of a forward and backward pass, with and without gradient reversal."""
     x = torch.randn(size, size, requires_grad=True)
 
     def step(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:

@@ -199,7 +199,7 @@ WHAT = {
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """Yields a row of the table for each variant, with the minimum time."""
+    """Returns a row of the table for each variant, with the minimum time."""
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():
         run()

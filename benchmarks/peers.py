@@ -70,7 +70,7 @@ def seconds(runs: list[Way]) -> list[float]:
 
 
 def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterator[str]:
-    """Returns a row for each method; times are relative to the first method."""
+    """Yields a row for each method; times are relative to the first method."""
     module, costs, runs = gj if framework == "JAX" else gt, {}, {}
     for name, way in ways.items():
         if way is None:
@@ -94,7 +94,7 @@ def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterato
 
 
 def digits(x: float) -> str:
-    """Three of them."""
+    """Formats a number with three significant digits, or as an integer if it is at least 100."""
     return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 

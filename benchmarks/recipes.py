@@ -50,7 +50,7 @@ class Way:
 
 
 def gradient(function: Callable[[Page], Any], argnums: Any, args: Callable[[Page], Any]) -> Any:
-    """Returns a step that computes the value and gradient of a function of the page."""
+    """Returns a function from a page's namespace to a value-and-gradient step and its arguments."""
     return lambda page: (page["gt"].value_and_grad(function(page), argnums), tuple(args(page)))
 
 
@@ -157,7 +157,7 @@ RANDOM = ("grad-or-backward",)  # results depend on the order of threads
 
 
 def programs(name: str) -> list[str]:
-    """Returns the Python blocks of the page that set their sizes."""
+    """Returns the Python blocks of the page that contain a line with measured sizes."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     found: list[str] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [code for code in found if SIZES.search(code)]

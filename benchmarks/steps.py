@@ -31,7 +31,7 @@ import torch
 from jax.extend.core import Primitive
 from steps_rows import RUNS, Row, Run, seconds
 
-_BIND = Primitive.bind.__code__  # functions by which JAX traces or runs an operation
+_BIND = Primitive.bind.__code__  # the function by which JAX traces or runs an operation
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
 FLOORS = {  # the additional work of gradtools, keyed by the beginning of the row's name
     "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "

@@ -1,4 +1,4 @@
-"""The rows of steps.py, each with a figure that is relative to a peer or absolute."""
+"""Defines `Row`, a row of steps.py with a figure that is relative to a peer or absolute."""
 
 from __future__ import annotations
 

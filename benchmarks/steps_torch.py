@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of tokens."""
+        """Applies the layer to rows of tokens."""
         shape = (*x.shape[:-1], self.heads, -1)
         q, k, v = [y.reshape(shape).transpose(-3, -2) for y in self.qkv(self.first(x)).chunk(3, -1)]
         weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
@@ -63,7 +63,7 @@ class Residual(nn.Module):
         self.block = nn.Sequential(convolve(), norm(), nn.ReLU(), convolve(), norm())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images."""
+        """Applies the block to images."""
         return torch.relu(x + self.block(x))
 
 
@@ -241,7 +241,7 @@ def recomputed() -> Iterator[Row]:
 def both(
     net: nn.Module, xs: torch.Tensor, size: int, f: Loss | None = None, narrow: bool = False
 ) -> tuple[Run, Run]:
-    """A contrastive step with `chunked`, and by two passes."""
+    """Returns two implementations of a contrastive step: with `chunked`, and with two passes."""
     encode: Any = f or net
     chunked = gt.chunked(encode, size)
     around = partial(torch.autocast, "cpu", torch.bfloat16) if narrow else nullcontext
@@ -335,7 +335,7 @@ def _clipped_by_hand(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Sine(torch.autograd.Function):
-    """A rule with a vmap."""
+    """Implements the sine with a generated vmap rule."""
 
     generate_vmap_rule = True
 
@@ -353,7 +353,7 @@ class _Sine(torch.autograd.Function):
 
 
 class _HostSine(torch.autograd.Function):
-    """A host function with a vmap rule."""
+    """Implements the sine with NumPy and a vmap rule."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> Any:
@@ -373,7 +373,7 @@ class _HostSine(torch.autograd.Function):
 
 
 class _HostCosine(_HostSine):
-    """Its derivative."""
+    """Implements the derivative of `_HostSine` with NumPy."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> Any:
@@ -530,7 +530,7 @@ def mixed() -> Iterator[Row]:
               counted=(along_four, lambda: G(z)))  # fmt: skip
 
 
-# --- derivatives to inputs ---------------------------------------------------------------------
+# --- derivatives with respect to inputs ------------------------------------------------------
 
 
 def residuals() -> Iterator[Row]:
@@ -554,11 +554,11 @@ def residuals() -> Iterator[Row]:
               1.05, residual, residual_by_hand)  # fmt: skip
 
 
-# --- gradients of examples, and what reads programs ------------------------------------------
+# --- per-example gradients, operators that read programs -------------------------------------
 
 
 def private() -> Iterator[Row]:
-    """Computes the clipped sum of the gradients of 256 examples."""
+    """Yields rows for the clipped sum of the gradients of 256 examples, compared with Opacus."""
     from tests.support.live_bytes import LiveBytes
 
     net, xs = transformer(2, 128), torch.randn(256, 32, 128)
@@ -666,7 +666,7 @@ PARTS = (small, jacobians, modules, chunks, recomputed, edits, rules, second_ord
 
 
 def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
-    """Yields functions that run n leaves, chunks, rules or nested operators, and values of n."""
+    """Yields a name, a function from n to a run, and the number of leaves or calls for each n."""
     rule = gt.custom_rule(torch.sin)
     rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (ct * torch.cos(x),))
     x = torch.randn(512, 4)

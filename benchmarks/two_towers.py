@@ -3,7 +3,8 @@
 The step is the training step of example u06: MiniLM encodes queries and documents, and symmetric
 InfoNCE compares the whole batch. In PyTorch the step runs under `torch.autocast` with its default
 cache of cast weights, and float16 uses a GradScaler. In JAX the float32 parameters are cast inside
-of f. In both frameworks the loss is computed from the embeddings in float32, without dropout.
+the encoder. In both frameworks the loss is computed from the embeddings in float32, without
+dropout.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ PLAIN, OURS = "plain, the whole batch", "gt.chunked"
 PEER = "sentence-transformers' cached loss"
 AFTER = ", backward after the region"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-SCALER = 1024.0  # the scale of the loss in float16, in which small gradients would be 0
+SCALER = 1024.0  # the scale of the loss in float16; without a scale, small gradients would be 0
 
 Layers = dict[str, np.ndarray]
 
 
 @dataclass
 class Step:
-    """The results and costs of one step, and a function that runs it again."""
+    """The results and costs of one step, and a function that repeats the step."""
 
     run: Callable[[], Any]
     loss: float
@@ -98,7 +99,7 @@ class Towers:
             return contrastive(gt, log_scale, at_least_single(queries), at_least_single(documents))
 
     def gradient(self) -> Layers:
-        """Returns the gradients in `.grad`."""
+        """Returns the gradients that are stored in `.grad`, by layer."""
         named = self.model[0].model.encoder.named_parameters()
         return by_layer({f"encoder.{name}": p.grad.numpy() for name, p in named})
 
@@ -118,12 +119,12 @@ class Towers:
         return value.detach()
 
     def ways(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Each way's loss."""
+        """Returns the loss function of each method."""
         losses = {PLAIN: partial(self.loss, self.encode), OURS: partial(self.loss, self.chunked)}
         return losses | ({PEER: self.cached_loss()} if find_spec("sentence_transformers") else {})
 
     def cached_loss(self) -> Callable[[], torch.Tensor]:
-        """Computes the cached loss of sentence-transformers in both directions."""
+        """Returns a function for the cached loss of sentence-transformers in both directions."""
         from sentence_transformers.sentence_transformer import losses
 
         cached = losses.CachedMultipleNegativesRankingLoss(
@@ -140,7 +141,7 @@ class Towers:
         return lambda: cached([dict(x) for x in features], None)
 
     def steps(self, dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
-        """Returns the step of each method after two warm-up runs."""
+        """Yields the name and the step of each method, after two warm-up runs."""
         for after in (False, True):
             for name, loss in self.ways().items():
                 if not after or (name != PLAIN and dtype is not torch.float32):
@@ -155,7 +156,7 @@ def at_least_single(x: torch.Tensor) -> torch.Tensor:
 
 
 def similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Computes InfoNCE in float32 from rows of norm 1."""
+    """Returns the scores a b^T in float32, outside of autocast."""
     with torch.autocast("cpu", enabled=False):
         return a.float() @ b.float().T
 
@@ -191,7 +192,7 @@ def in_jax(dtype: str) -> Iterator[tuple[str, Step]]:
 
 
 def measured(towers: Towers) -> dict[tuple[str, str], dict[str, Step]]:
-    """Runs the steps of each framework and precision in turn in each round."""
+    """Measures the steps of each framework and precision; each round runs each step once."""
     found = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """Compares the time of `why_zero` with a forward pass, for a transformer of twelve layers.
 
 Each row is measured in a new process: the first call of `why_zero`, the median of later calls, and
-both times for the forward pass. In the dead model the last layer is constant, so no leaf has a
-gradient, and `why_zero` reports the cause.
+both times for the forward pass. The loss of the dead model is clipped to a constant, so no leaf has
+a gradient, and `why_zero` reports the cause.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def leaves(gt: Any) -> tuple[Any, Any]:
 
 
 def transformer(gt: Any) -> Callable[[Any, Any], Any]:
-    """Applies twelve layers of attention and MLP, in either framework."""
+    """Returns a model with twelve layers of attention and MLP, for either framework."""
     xp = gt.xp
 
     def normalised(x: Any, scale: Any, shift: Any) -> Any:
@@ -79,7 +79,7 @@ def transformer(gt: Any) -> Callable[[Any, Any], Any]:
 
 
 def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the healthy loss, and a loss that is constant at these values."""
+    """Returns the healthy loss, and a loss that is clipped to a constant."""
     model, xp = transformer(gt), gt.xp
     return {
         "healthy": lambda params, x: xp.mean(model(params, x) ** 2),
@@ -98,7 +98,7 @@ def timed(call: Callable[[], Any]) -> list[float]:
 
 
 def measured(wing: str, case: str, argnums: int) -> dict[str, Any]:
-    """Measures one row in this process; the forward pass runs last."""
+    """Measures the times of `why_zero` for one row, in this process."""
     gt = importlib.import_module(f"gradtools.{wing}")
     (params, x), f = leaves(gt), losses(gt)[case]
     reports = []

@@ -83,7 +83,7 @@ def by_differences(gt, backend, f, x, t):
 
 
 def central(f, x, step):
-    """Computes the fourth-order central difference of f along step at x."""
+    """Returns the derivative of f at x along `step`, by a fourth-order central difference."""
     near = f(x + step) - f(x - step)
     return (8 * near - (f(x + 2 * step) - f(x - 2 * step))) / 12
 
@@ -99,7 +99,7 @@ def compiled(gt, backend, f):
 
 
 def refused(f, error, *parts):
-    """Returns the message of the error that f() raises, or None if it lacks one of `parts`."""
+    """Returns f's error message, or None if f raises no error or the message lacks a part."""
     try:
         f()
     except error as found:

@@ -1,4 +1,4 @@
-"""Code shared by the examples: the command line, a run per backend, and the comparison.
+"""Code shared by the examples: the command line, a run per backend, and the comparison of backends.
 
 An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
 ``gradtools.jax``. The function prints its results, asserts claims about them, and returns a dict of
@@ -50,7 +50,7 @@ def flat(gt: Any, tree: Any) -> np.ndarray:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the difference relative to the largest number of b; NaN counts as infinite."""
+    """Returns the largest difference relative to the largest number of b, or inf for NaN."""
     found = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-300))
     return found if np.isfinite(found) else float("inf")
 

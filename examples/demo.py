@@ -31,7 +31,7 @@ import numpy as np
 STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
 WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer.
-FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # Parameters of each part.
+FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # Indices of each part's parameters.
 REVERSED, PLAIN = "with reverse_gradient", "without gradtools"
 OPENING = """\
 Domain-adversarial training on 1,797 digits: 750 clean digits with labels, 750 rotated, noisy and
@@ -70,10 +70,11 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """Maps images to the target domain: rotates by 20 to 40 degrees, inverts a tenth, adds noise.
+    """Maps images to the target domain: rotates, partly inverts and adds noise.
 
-    If all images were inverted, gradient reversal would align classes of one domain with other
-    classes of the other domain.
+    Images are rotated by 20 to 40 degrees and mixed with a tenth of their inverse. If images were
+    inverted completely, gradient reversal would align classes of one domain with other classes of
+    the other domain.
     """
     from scipy.ndimage import rotate
 
@@ -135,7 +136,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients of features and heads with two evaluations of the loss."""
+        """Computes the gradients for features and for heads with two evaluations of the loss."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
@@ -327,7 +328,7 @@ def _count(way: str, counts: Counter[str], steps: int) -> str:
 
 
 def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> Path:
-    """Writes demo.png into the folder and returns its path: accuracy over the steps."""
+    """Draws the accuracy over the steps to demo.png in the folder, and returns the path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

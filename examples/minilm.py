@@ -95,7 +95,7 @@ def flax_encoder():
     return MiniLM()
 
 
-# --- weights, by the names that PyTorch gives them
+# --- weights, by their names in PyTorch
 
 
 def arrays():
@@ -136,9 +136,12 @@ class Place:
 
     Attributes:
         path: The parameter's path.
-        layer: The array's index in the stack, if it belongs to a layer.
-        shape: The shape in flax, if it differs from the transposed kernel's or the array's shape.
-        flat: The shape before a kernel is transposed, if this shape differs from the array's shape.
+        layer: The index of the layer in the stacked array, or None if the array belongs to no
+            layer.
+        shape: The shape in flax to which the array (a kernel after transposition) is reshaped, or
+            None.
+        flat: The shape to which the flax array is reshaped before a kernel is transposed back, or
+            None.
     """
 
     path: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A Wasserstein GAN with gradient penalty: the loss contains a derivative of the critic.
+"""Trains a Wasserstein GAN with a gradient penalty: the loss contains a derivative of the critic.
 
 The data are samples of eight Gaussians on a circle. The critic D(w, x) minimizes
 
@@ -75,7 +75,7 @@ def critic_loss(gt, slopes, w, fake, batch):
 
 
 def slope_of_each(gt, D):
-    """Returns dD/dx at each row of x."""
+    """Returns a function that computes dD/dx at each row of x."""
     return gt.per_example_grad(D, argnums=1, in_axes=(None, 0))
 
 

@@ -31,7 +31,7 @@ TRAINING = 150 if QUICK else 500  # Training steps of the decoder.
 GROUP, NOISE = 8, 0.7  # Codes in each z_i.
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
-DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Depths and width of the layers.
+DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Numbers of layers, and their width.
 BYTES = {}  # Measurements for the picture: lists by (x axis, backend, method).
 
 
@@ -195,7 +195,7 @@ def trained_autoencoder(gt):
 
 @functools.cache
 def decoder_weights(gt):
-    """Loads the weights from disk if either framework has trained this decoder before."""
+    """Loads the decoder's weights from disk, or trains the decoder and stores the weights."""
     parts = (decoder, convolve, encoder, start, trained_autoencoder, adam)
     sources = "".join(map(inspect.getsource, parts)) + f"{CODE} {CHANNELS} {TRAINING}"
     path = OUT / f"digits-decoder-{hashlib.sha256(sources.encode()).hexdigest()[:12]}.npz"
@@ -253,7 +253,7 @@ def against_depth(gt, backend):
         zs = codes_like(n, 32, WIDTH)
         return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
 
-    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak does not change
+    few = {"torch": 24, "jax": 384}[backend]  # beyond this N, the peak grows linearly
     for depth in DEPTHS:
         for name, way in ways(gt).items():
             further = (step(way, depth, few + 16) - step(way, depth, few)) / 16
@@ -333,12 +333,12 @@ def draw():
 
 
 def compiled(gt, program):
-    """Compiles f in JAX; returns it unchanged in PyTorch."""
+    """Returns the compiled program in JAX, and the unchanged program in PyTorch."""
     return gt.compile(program) if gt.__name__ == "gradtools.jax" else program
 
 
 def progress(steps, what):
-    """Yields the step numbers and shows a progress bar on a terminal."""
+    """Returns the steps, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm

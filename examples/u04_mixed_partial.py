@@ -96,7 +96,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """Returns the bytes of the storages that autograd saves for a backward pass, without inputs."""
+    """Returns the result, and the bytes of the storages that autograd saves, without inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}
@@ -112,7 +112,7 @@ def saved_bytes(way, *args):
 
 
 def compiled_bytes(way, *args):
-    """Returns the temporary bytes of the compiled program."""
+    """Returns the result of the compiled program, and its temporary bytes."""
     import jax
 
     compiled = jax.jit(way).lower(*args).compile()

@@ -17,7 +17,7 @@ STEPS = 8
 
 
 def bessel(gt):
-    """Returns J_v(x) for an integer v, differentiable in x at any order."""
+    """Returns the function J_v(x) of an integer v and x, differentiable in x at any order."""
     jv = gt.host_function(lambda v, x: special.jv(v, x), out=lambda v, x: x, vectorized=True)
 
     def bwd(res, ct):

@@ -3,8 +3,8 @@
 The recurrence y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer.
 The C kernel computes the recurrence in a loop. The backward pass applies the transposed recurrence,
 which is the same loop in reverse order. The rule of each kernel calls the other kernel, so
-derivatives of every order exist. Newton's method estimates how the loss of a leaky reservoir
-depends on the temperature, from measurements of its level.
+derivatives of every order exist. Newton's method estimates how the leakage of a reservoir depends
+on the temperature, from measurements of the water level.
 """
 
 import ctypes

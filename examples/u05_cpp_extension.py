@@ -7,7 +7,7 @@ over forward. A trust-region method then fits the position, width and height of 
 records of the bump at different speeds.
 
 The first run builds the extension in about 20 seconds. The kernels take and return NumPy arrays, so
-a JAX program can call them as well.
+a JAX program can also call the kernels.
 """
 
 import numpy as np

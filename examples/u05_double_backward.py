@@ -45,7 +45,7 @@ def sinh(gt):
 
 
 def cube(gt):
-    """Returns x**3 from three kernels: the value, the vjp, and the vjp of the vjp."""
+    """Returns the function x**3, with three kernels: the value, the vjp, and the vjp of the vjp."""
     f = gt.host_function(lambda x: x**3)
     backward = gt.host_function(lambda x, ct: 3 * x**2 * ct)
     double_backward = gt.host_function(
@@ -128,7 +128,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """Differentiates a plain autograd.Function of sinh, which saves intermediates, twice."""
+    """Differentiates twice a plain autograd.Function of sinh that saves intermediates."""
     import torch
 
     class Sinh(torch.autograd.Function):
@@ -153,7 +153,7 @@ def plain_torch(ours):
 
 
 def plain_jax(ours):
-    """Implements the rule of sinh with jax.custom_vjp."""
+    """Shows that a rule of sinh, implemented with jax.custom_vjp, has no forward mode."""
     import jax
 
     sinh = jax.custom_vjp(lambda x: (jax.numpy.exp(x) - jax.numpy.exp(-x)) / 2)

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 3, 4
 
 
 def log_sum_exp(gt, backend):
-    """Maps rows of numbers to log(sum(exp(row))), differentiable at any order."""
+    """Returns log(sum(exp(row))) as a rule that is differentiable at any order, and the kernel."""
     kernels = {"torch": custom_ops, "jax": pallas_kernels}[backend]()
     value = gt.custom_rule(kernels[0])
     softmax = gt.custom_rule(kernels[1])
@@ -107,7 +107,7 @@ def show(gt, backend):
 
 
 def without_a_rule(gt, backend, kernel, x):
-    """Shows the errors of the kernel without a rule."""
+    """Shows how derivatives of the kernel fail without a rule."""
     x = gt.asarray(x)
     said = {"torch": "no autograd formula", "jax": "does not support reverse-mode"}[backend]
     text = refused(lambda: gt.grad(lambda x: kernel(x).sum())(x), Exception, said)

@@ -113,7 +113,7 @@ def recall(side, batch):
 
 
 def progress(steps):
-    """Yields the step numbers and shows a progress bar on a terminal."""
+    """Returns the steps, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm
@@ -291,7 +291,7 @@ def pairs():
 
 
 def described(module, name, function):
-    """Returns a docstring's first paragraph without the function's name, or None if too short."""
+    """Returns a docstring's first paragraph without the function's name, or None if unsuitable."""
     home = getattr(function, "__module__", None)
     if name[0] == "_" or not inspect.isroutine(function):
         return None

@@ -76,7 +76,7 @@ def in_small(gt, buffers):
 
 
 def buffers_torch(gt, params):
-    """Uses the `.grad` attributes of the parameters as buffers; None counts as zero."""
+    """Returns params, and functions that read and add to `.grad`; None counts as zero."""
     params = {name: x.requires_grad_() for name, x in params.items()}
 
     def read(name):
@@ -87,7 +87,7 @@ def buffers_torch(gt, params):
 
 
 def buffers_jax(gt, params):
-    """Uses a buffer that is passed and returned as an array."""
+    """Returns params, and functions that read and replace a dictionary of buffer arrays."""
     buffer = {name: 0 * x for name, x in params.items()}
     read = lambda name: gt.to_numpy(buffer[name])
     return params, read, lambda grads: buffer.update(gt.accumulate_gradients(buffer, grads))

@@ -70,7 +70,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """Draws a custom rule with the values that are saved for both backward passes."""
+    """Draws the gradient graphs of f for order 1 and 2, and counts the bytes of saved values."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}
@@ -165,7 +165,7 @@ def loss_in_jax(X, K, c, W, b, labels):
 
 
 def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
-    """Returns the gradients of X, K, c, W and b from the cotangent of the loss, in NumPy."""
+    """Returns the gradients for X, K, c, W and b, given the cotangent of the loss, in NumPy."""
     n, m = len(X), len(K)
     Z = correlated(X, K) + c[:, None, None]
     side = Z.shape[2] // 2

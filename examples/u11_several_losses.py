@@ -30,7 +30,7 @@ def show(gt, backend):
     xp = gt.xp
 
     def misfit(W, pairs):
-        """Returns the mean over letters of -log p(next | letter), p = softmax of W's row."""
+        """Returns the mean of -log p(next | letter), where p is the softmax of the letter's row."""
         here, after = pairs
         logits = here @ W
         return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * after, axis=1))
@@ -57,7 +57,7 @@ def show(gt, backend):
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
     def padded_misfit(W, here, after, there):
-        """Returns the mean over letters of padded sentences; the mask `there` is 0 at padding."""
+        """Returns the mean of -log p over padded sentences; the mask `there` is 0 at padding."""
         logits = here @ W
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)
@@ -95,7 +95,7 @@ def letter_pairs(sentences):
 
 
 def padded_pairs(sentences):
-    """Returns the zero-padded letter pairs of each sentence, their mask and their number."""
+    """Returns the zero-padded letter pairs of each sentence, a mask, and the numbers of pairs."""
     rows = [letter_pairs([line]) for line in sentences]
     letters = np.array([len(here) for here, _ in rows], dtype=float)
     longest = int(letters.max())

@@ -44,7 +44,7 @@ def torch_pendulum(start, body):
 
 
 def crossed(backend):
-    """Converts the other framework's simulator to a function of this framework."""
+    """Returns the other framework's simulator, through the bridge, and the native simulator."""
     from gradtools import bridge
 
     if backend == "torch":

@@ -23,17 +23,17 @@ def batch():
     rng = np.random.default_rng(0)
     x, lengths = rng.normal(size=(RANKS, 10, 5, 3)), rng.integers(0, 6, size=(RANKS, 10))
     lengths[1] //= 2
-    lengths[1, 8:] = 0  # the last chunk of rank 1
+    lengths[1, 8:] = 0  # the last chunk of rank 1 is only padding
     return x, (np.arange(5) < lengths[..., None]).astype(float)
 
 
 def loss(w, x, there):
-    """Returns the mean over the present tokens."""
+    """Returns the mean of the losses of the present tokens."""
     return (there * ((x @ w) ** 2 - x[..., 0]) ** 2).sum() / there.sum()
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns the weighted mean over all ranks, the weighted and the plain mean of this rank."""
+    """Returns three mean gradients: one over all ranks, and two (weighted, plain) of this rank."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
@@ -62,7 +62,7 @@ def in_process(rank, folder):
 
 
 def of_all_ranks(gt, backend):
-    """Returns the means that each rank computes."""
+    """Returns the mean gradients that each rank computes."""
     if backend == "jax":
         of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
         import jax

@@ -6,10 +6,11 @@ r to t, which satisfies
 
     u = v - (t - r) du/dt        du/dt = the derivative of u along (v, 0, 1)
 
-The loss therefore contains a Jacobian-vector product of the network, which is computed together
-with the value in one forward pass, and is differentiated with respect to the parameters. One
-evaluation at noise e then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier
-labels the generated digits, and a picture of these digits is written to ``out/``.
+The loss therefore contains a Jacobian-vector product of the network, which one forward pass
+computes together with the value. The loss is differentiated with respect to the parameters, with a
+stopped gradient at the product. One evaluation at noise e then generates a digit: x = e - u(e, 0,
+1). A nearest-neighbor classifier labels the generated digits, and a picture of these digits is
+written to ``out/``.
 """
 
 from pathlib import Path
@@ -110,7 +111,7 @@ def initial(random):
 
 
 def batch_of(images, labels, random):
-    """Returns digits, noise, two times r <= t (equal in half of the rows), and labels."""
+    """Returns digits, noise, times r and t with r <= t (equal in half of the rows), and labels."""
     rows = random.integers(0, len(images), BATCH)
     times = 1 / (1 + np.exp(0.4 - random.normal(size=(BATCH, 2))))
     t = times.max(axis=1)
@@ -120,7 +121,7 @@ def batch_of(images, labels, random):
 
 
 def picture(drawn, images, labels, backend):
-    """Draws generated digits above real digits, in one column per class; returns the file name."""
+    """Draws generated digits above real digits, in one column per class; returns the path."""
     from matplotlib import pyplot
 
     real = np.concatenate([images[labels == c][:4] for c in range(CLASSES)])

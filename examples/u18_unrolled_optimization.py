@@ -95,7 +95,10 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """Repeats the step (in JAX with scan, since XLA eliminates recomputation in unrolled loops)."""
+    """Returns a function that repeats the step.
+
+    In JAX, the loop is a scan, because XLA eliminates recomputation in unrolled loops.
+    """
 
     def run(layers, *args):
         if backend == "torch":

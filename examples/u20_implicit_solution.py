@@ -58,7 +58,7 @@ def show(gt, backend):
     y, v = X @ true + number(20), V @ true + number(40) * 0.1
     cost = lambda b, s: xp.mean((X @ b - y) ** 2) + xp.sum(xp.exp(s) * b**2)
 
-    def fitted(s):  # the closed form; any optimizer works as well
+    def fitted(s):  # the closed form; any optimizer could be used instead
         A = X.T @ X / 20 + xp.exp(s) * gt.asarray(np.eye(8))
         return xp.linalg.solve(A, (X.T @ y / 20)[:, None])[:, 0]
 

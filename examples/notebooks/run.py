@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-sys.path.append(str(FOLDER.parent))  # lets cells import the programs in this folder
+sys.path.append(str(FOLDER.parent))  # lets cells import the programs in examples/
 FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 
@@ -68,7 +68,7 @@ def display(value: Any) -> dict[str, Any]:
 
 
 def keep(path: Path) -> None:
-    """Runs one notebook and writes its outputs into it."""
+    """Runs one notebook and writes the outputs to the notebook file."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for cell, outputs in zip(codes, run(notebook, path.stem), strict=True):

@@ -1,4 +1,4 @@
-"""Wraps a function of one framework (the guest) as a custom rule of the other (the host).
+"""Wraps a function f of one framework (the guest) as a custom rule of the other (the host).
 
 The rule of f calls the guest's `gradtools.vjp` and `jvp`; the derivatives are bridged functions:
 
@@ -141,7 +141,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Maps the function over `depth` batch axes (memoized). `shared` comes from `_shared`."""
+        """Returns the function mapped over `depth` batch axes; `shared` is made by `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -262,7 +262,7 @@ class Bridged(CustomRule):
             raise
 
     def _refuse_guest_arrays(self, *given: Any) -> None:
-        """Raises if the arguments are arrays of the guest, after the host has refused them."""
+        """Raises an error if an argument, which the host has refused, is an array of the guest."""
         guest, leaves = self.guest, list[Any]()
         with suppress(GradtoolsError):  # raised for an array of the host
             leaves = guest.backend.flatten(given)[0]

@@ -42,7 +42,7 @@ class JaxGuest:
         self.jit = jit
 
     def entry(self, run: Any) -> Any:
-        """Returns the function to call: compiled, unless jit=False."""
+        """Returns `run`, compiled by `jax.jit` unless jit=False."""
         return jax.jit(run) if self.jit else run
 
     def as_array(self, name: str, y: Any) -> jax.Array:
@@ -73,7 +73,7 @@ class JaxGuest:
         return not is_followed()
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """Returns the outputs' ArraySpecs, by `jax.eval_shape`."""
+        """Returns the outputs' ArraySpecs, computed by `jax.eval_shape`."""
         try:
             ys = jax.eval_shape(of.run, *[jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs])
         except READS_A_VALUE as error:

@@ -71,7 +71,7 @@ def _cpus() -> int:
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """Returns a tensor sharing an array's memory, possibly read-only; it must not be written to."""
+    """Returns a tensor that shares an array's (perhaps read-only) memory; do not write to it."""
     if spec.dtype == _BFLOAT16:  # NumPy reads bfloat16 as raw bytes
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:

@@ -69,7 +69,7 @@ class TorchGuest:
         return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Returns whether all arrays are concrete, untraced, and on a device that PyTorch shares.
+        """Returns whether all arrays are concrete, untraced, and on a device that PyTorch can use.
 
         Other arrays are copied through host memory, and results are copied back to the device.
         """

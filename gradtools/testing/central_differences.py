@@ -24,9 +24,9 @@ class DerivativeComparison:
     """Compares a derivative at xs with central differences, for a random tangent and cotangent.
 
     Attributes:
-        program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` returns
-            Re<v, J u> and the sum of the absolute values of its terms; xs, vs and us are lists of
-            NumPy arrays.
+        program: `program(xs)` returns the outputs of the checked function f, and `program.slope(xs,
+            vs, us)` returns Re<v, J u> and the sum of the absolute values of its terms; xs, vs and
+            us are lists of NumPy arrays.
         slope: The most recent directional derivative Re<v, J u>.
         difference: The most recent central difference along u, with step size `step`.
     """
@@ -41,9 +41,9 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        The verdict is "differs" if two of three comparisons return "differs". After each
-        comparison, xs is moved slightly, away from a possible kink or tie, unless the derivative is
-        not finite.
+        The verdict is "differs" if two of three comparisons return "differs". If a comparison does
+        not return "agrees", xs is moved slightly before the next comparison, away from a possible
+        kink or tie, unless the derivative is not finite.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
@@ -56,7 +56,10 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares derivatives along a random tangent of all arrays, or of array number `only`."""
+        """Returns the verdict of one comparison along a random tangent.
+
+        only: The index of the array that is moved. If None, all arrays are moved.
+        """
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]
@@ -90,8 +93,8 @@ class DerivativeComparison:
     def _moves(self) -> list[Any]:
         """Draws random tangents, scaled by the magnitude of each entry of xs.
 
-        The scale of an entry is at least the median magnitude or 1, whichever is smaller, and at
-        most 100. The scale is larger than 100 if a smaller perturbation would be lost to rounding.
+        The scale of an entry is at least the median magnitude or 1, whichever is smaller. The scale
+        is at most 100, unless a smaller perturbation would be lost to rounding.
         """
         made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:
@@ -103,7 +106,7 @@ class DerivativeComparison:
 
 
 def normal(rng: Any, like: Any) -> Any:
-    """Draws an array of normal numbers with the shape of `like`.
+    """Draws an array of standard normal numbers with the shape of `like`.
 
     The array is complex if `like` is complex, and Hermitian if `like` is Hermitian, because
     derivatives of Cholesky factors and eigenvalues are defined for Hermitian tangents.
@@ -117,7 +120,7 @@ def normal(rng: Any, like: Any) -> Any:
 
 
 def dot(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[float, float]:
-    """Returns Re<x, y> and the sum of the absolute values of its terms."""
+    """Returns the inner product Re<xs, ys> and the sum of the absolute values of its terms."""
     with np.errstate(all="ignore"):
         terms = [np.conj(x) * y for x, y in zip(xs, ys, strict=True)]
         return float(sum(t.real.sum() for t in terms)), float(sum(np.abs(t).sum() for t in terms))

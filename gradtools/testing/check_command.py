@@ -121,7 +121,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs all programs; returns 0 if they agree, 1 if not, 2 if no framework is installed."""
+    """Runs all programs; returns 0 if all agree, 1 if one fails, and 2 without a framework."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

@@ -116,7 +116,8 @@ class CheckedProgram:
     Attributes:
         half: The framework's `checked_mode` module.
         run: A function that returns f's outputs at the given arrays, without gradient edits.
-        at: A context manager that yields f's array arguments at a given point; f runs inside of it.
+        at: A context manager that yields f's array arguments at a given point; f runs inside of
+            this context.
         eps: The largest machine epsilon of the dtypes that f uses.
         unseen: The number of operations in which f may stop gradients without being detected.
         notes: Notes for the report.
@@ -171,7 +172,10 @@ class CheckedProgram:
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Returns Re<v, J u> from the tested backend method, and the sum of its absolute terms."""
+        """Returns Re<vs, J us> and the sum of the absolute values of its terms.
+
+        The backend method `member` computes J us or J^H vs at the given points.
+        """
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:
@@ -303,7 +307,7 @@ class _CheckedMembers:
             return run(fun, leaves, *args, **kwargs)
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares derivatives inside of f on the first rows of the batch, evaluated one by one."""
+        """Compares derivatives inside of f by running f on each of the first rows of the batch."""
         if here.program is None and not self.half.traced(batch):
             with self.half.unchanged():
                 for row in zip(*(x[:_MOST_ROWS] for x in batch), strict=True):

@@ -212,7 +212,7 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error's public type and the whole sentences in the text's first 400 letters."""
+    """Returns an error's public type and the first line of its text, cut to 400 characters."""
     kind = GradtoolsError if isinstance(error, Refusal) else type(error)
     line = (str(error).strip().splitlines() or [""])[0]
     if len(line) > 400:
@@ -270,7 +270,7 @@ def described(f: Any) -> str:
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Returns Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
+    """Returns Re<us, ws> in double precision, without entries where us is 0 and ws may be NaN."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
 

@@ -1,4 +1,4 @@
-"""The entry point `gradtools` of pytest, which loads `gradtools.testing.plugin`.
+"""The pytest entry point `gradtools`, which loads `gradtools.testing.plugin`.
 
 ``-p no:gradtools`` disables the plugin. If gradtools is not installed, load the plugin with
 ``-p gradtools.testing.plugin``.

@@ -22,7 +22,7 @@ from gradtools.testing.report import entry_errors, largest, widened
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # Relations that permute entries.
-MASKED = 9e3  # Larger numbers are treated as entries of a mask.
+MASKED = 9e3  # Numbers of larger magnitude are treated as entries of a mask.
 _NEAR = 1e-6  # The relative tolerance for matching a factor to a known number.
 _MOST_AXES = 5
 _MOST_ENTRIES = 1 << 15
@@ -149,7 +149,7 @@ def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
-    """Describes the factor a / b; returns "" if it is 1, and None if it is not constant."""
+    """Describes the factor a / b; returns "" if the factor is 1, and None if it is not constant."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     ratio = complex(np.vdot(b, a) / size) if 0 < size < math.inf else 0j
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
@@ -166,7 +166,7 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
-    """Explains a factor: a size, the square root of a size, n / (n - 1), 2, or i.
+    """Explains a factor as a size, the square root of a size, n / (n - 1), 2 or i.
 
     Args:
         ratio: The factor.
@@ -216,7 +216,9 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands. For example, ``c x`` is printed as ``2 y`` if x is y and c is 2.
+    """A formula of operands.
+
+    For example, ``c x`` is printed as ``2 y`` if the letter of the operand is y and c is 2.
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.

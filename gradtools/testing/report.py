@@ -46,8 +46,8 @@ class Comparison:
         second: The second array's value at `place`, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
         dtype: The coarser of the arrays' dtypes.
-        status: "agrees", "differs", or "convention" (they differ by a known convention).
-        cause: The likely cause in a few words, or None if it is unknown.
+        status: "agrees", "differs", or "convention" (the arrays differ by a known convention).
+        cause: The likely cause in a few words, or None if the cause is unknown.
         detail: The evidence for the cause, and advice.
         uncompared: The number of entries that are NaN, or the same infinity, in both arrays.
     """
@@ -162,7 +162,10 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """Returns each entry's error in tolerances, or inf where only one side is finite."""
+    """Returns each entry's error in units of the tolerance.
+
+    The error is inf if the entries differ and one of them is not finite.
+    """
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -174,13 +177,13 @@ def entry_errors(
 
 
 def widened(x: Any) -> np.ndarray:
-    """Converts x to float64 or complex128, so that differences are exact."""
+    """Converts x to an array of dtype float64 or complex128."""
     x = np.asarray(x)
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def largest(x: Any) -> float:
-    """Returns the largest finite absolute value."""
+    """Returns the largest finite absolute value of an array, or 0.0 if no entry is finite."""
     sizes = np.abs(widened(x))
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
@@ -249,7 +252,7 @@ class Report:
 
     @property
     def cause(self) -> str | None:
-        """The likely cause of the first disagreement."""
+        """The likely cause of the first disagreement, or None if there is no known cause."""
         return None if self.first is None else self.first.cause
 
     def summary(self) -> str:

@@ -134,9 +134,9 @@ def check_derivatives(
 def check_context(
     caller: str, args: Any, backend: Any, order: int, modes: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Context manager that sets the highest matmul precision and, for 64-bit args, JAX's x64.
+    """Context manager that sets the highest matmul precision and enables x64 for 64-bit args.
 
-    Raises an error if order, modes or the backend are invalid.
+    Raises an error if `order`, `modes` or `backend` is invalid.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"{caller}: order is {order!r}; expected 1 or 2.")
@@ -196,7 +196,7 @@ class DerivativeCheck:
                 self.report.comparisons.append(compare_arrays("value", path, y, y))
 
     def note_undecided(self) -> None:
-        """Adds to the report the entries for which finite differences were inconclusive."""
+        """Adds the numbers of entries with inconclusive finite differences to the report."""
         both = self.present.get("forward") and self.present.get("reverse")
         for what, entries in self._undecided.items():
             rest = "these entries are not checked"
@@ -213,14 +213,14 @@ class DerivativeCheck:
     # --- directions, lines and derivatives
 
     def draw(self, like: np.ndarray) -> np.ndarray:
-        """Draws numbers with few mantissa bits, magnitude 1/2 to 1 and random sign or phase."""
+        """Draws numbers with few mantissa bits; real and imaginary parts are in ±[1/2, 1]."""
         shape, rng = like.shape, self.rng
         draw = lambda: rng.integers(64, 129, shape) / 128 * rng.choice((-1, 1), shape)
         x = draw() + 1j * draw() if like.dtype.kind == "c" else draw()
         return np.asarray(x).astype(like.dtype)
 
     def everywhere(self, by_entry: bool = False) -> Arrays:
-        """Draws a tangent for all leaves, scaled by the magnitude of each leaf or each entry."""
+        """Draws a tangent of all leaves, scaled by the size of each leaf or of each entry."""
         sizes = size_by_entry if by_entry else scale_of
         return [(self.draw(x) * sizes(x)).astype(x.dtype) for x in self.xs]
 
@@ -235,11 +235,11 @@ class DerivativeCheck:
         yield self.along(i, self.draw(x) * size_by_entry(x))
 
     def moved(self, us: Arrays, t: float) -> Arrays:
-        """Returns the point x + t u."""
+        """Returns the leaves `xs`, moved by t along the tangent `us`."""
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
     def slope(self, us: Arrays, run: Callable[[Arrays], Arrays] | None = None) -> slopes.Slope:
-        """Estimates the derivative along u of each output entry of f or, if given, of `run`."""
+        """Estimates the derivative along `us` of each output entry of f or, if given, of `run`."""
         compute = run or self.probe.value
         return slopes.slope(lambda t: flattened(compute(self.moved(us, t))), self.probe.eps)
 
@@ -254,7 +254,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Returns whether a mode is selected and f supports the mode, which is tested at x."""
+        """Returns whether a mode is selected and f supports the mode, which is tested at `xs`."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:
@@ -284,15 +284,15 @@ class DerivativeCheck:
         cause: str,
         detail: str = "",
     ) -> None:
-        """Compares two first derivatives that are functions of the leaves.
+        """Compares two results at `xs`, such as first derivatives, and adds a record to the report.
 
         Args:
-            quantity: The names of both derivatives, such as "reverse | forward".
+            quantity: The names of both results, such as "reverse | forward".
             path: The path of the leaf.
-            sides: A function that returns both derivatives at the given leaves.
-            terms: The magnitude of the terms that are summed in both derivatives; their rounding
-                error is tolerated.
-            cause: The cause to report if the derivatives differ.
+            sides: A function that returns both results at the given leaves.
+            terms: The magnitude of the terms that are summed in both results; the rounding error of
+                these terms is tolerated.
+            cause: The cause to report if the results differ.
             detail: Advice that is printed after the cause.
         """
         a, b = map(widened, sides(self.xs))
@@ -313,7 +313,7 @@ class DerivativeCheck:
     def unless_rounding(
         self, record: Comparison, off: np.ndarray, sides: Callable[[Arrays], tuple[Any, ...]]
     ) -> Comparison:
-        """Marks the record as agreeing if the difference is only rounding error."""
+        """Returns the record, marked as agreeing if the difference is only rounding error."""
         eps, greatest = self.probe.eps, max(1.0, *map(largest, [*self.xs, *self.probe.out]))
         if not is_rounding(np.abs(off), sides, self.xs, eps, 1e3 * eps * greatest):
             return record
@@ -388,7 +388,7 @@ class DerivativeCheck:
         )
 
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
-        """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
+        """Compares Re<J^H v, u> with Re<v, D_u f>, for a tangent u of leaf i.
 
         Both sides are sums over the outputs and over the entries of leaf i. For such a sum, a kink
         cannot be recognized and a wrong entry cannot be located. A failed or undecided comparison
@@ -421,7 +421,7 @@ class DerivativeCheck:
     def _products(
         self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
     ) -> tuple[Comparison, bool]:
-        """Compares Re<J^H v, u> / step with slopes; also returns whether the result is conclusive.
+        """Compares Re<J^H v, u> / step with slopes; returns a record and whether it is conclusive.
 
         pairs: Triples of v, u and the slope of f along u; a complex entry has two triples.
         """

@@ -60,8 +60,8 @@ def check_rule(
     cotangent, jvp must be linear in the tangent, and every mode that is derived from bwd and jvp is
     checked. For order 2, the derivative of each residual is compared with finite differences of the
     residual, and the error names a residual whose derivative is lost (detached, or computed outside
-    the framework). Finally, a batch of three examples under vmap is compared with the single
-    examples.
+    the framework). Finally, the results for a batch of three examples under vmap are compared with
+    the results for each example.
 
     Args:
         rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
@@ -127,10 +127,10 @@ class RuleCheck(DerivativeCheck):
         arrays = list(filter(waist.is_array, leaves))
         self.avals = [(tuple(x.shape), x.dtype, waist.is_inexact(x)) for x in arrays]
 
-    # --- the functions of the rule, called as in every use of the rule
+    # --- the functions of the rule, called in the same way as by the rule
 
     def _moved(self, factor: float) -> tuple[Any, ...]:
-        """Returns the arguments, with each differentiated array multiplied by a factor."""
+        """Returns the arguments, with each differentiated array multiplied by `factor`."""
         leaves = [(x * factor).astype(x.dtype) for x in self.probe.leaves]
         return self.probe.rebuilt(self.probe.arrays(leaves))
 
@@ -152,7 +152,7 @@ class RuleCheck(DerivativeCheck):
         return functions.pair(result, "fwd", "(out, residuals)")
 
     def bwd(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
-        """Returns bwd's validated cotangents of the differentiable leaves."""
+        """Returns bwd's validated cotangents, one for each array in the arguments."""
         leaves, treedef = self.probe.waist.flatten(out)
         left = iter(vs)
         full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
@@ -215,7 +215,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Calls fwd, bwd or jvp; raises an error if the call changes an array in `trees`.
+        """Returns `run()`; raises an error if this call changes an array in `trees`.
 
         In-place changes are errors because the framework shares these arrays with other operations.
         """
@@ -231,7 +231,7 @@ class RuleCheck(DerivativeCheck):
         return result
 
     def _same(self, what: str, first: Any, again: Any, why: str) -> None:
-        """Raises an error if two calls of bwd or jvp return different results."""
+        """Raises an error if two calls of bwd or jvp returned different results."""
         if path := _changed(self._copied(first), self._copied(again)):
             path = path.replace("[", " ").replace("]", "") if "array" in what else path
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
@@ -287,7 +287,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:
-        """Compares the rule under vmap over three examples with the single examples.
+        """Compares the rule's results under vmap over three examples with each example's results.
 
         A rule is written for one example, and the framework batches it. Errors occur in a host
         kernel with `vectorized=True`, in a rule with its own vmap, and in code that depends on an
@@ -330,7 +330,7 @@ class RuleCheck(DerivativeCheck):
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
     """Returns the path of the first array that differs, or "" if no array differs.
 
-    An empty path is returned as " ".
+    If the path of this array is empty, " " is returned.
     """
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):

@@ -19,11 +19,11 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
-_FINEST = 70  # The maximum number of halvings of the step, if larger steps leave f's domain.
+_FINEST = 70  # The maximum number of step sizes, if larger steps leave f's domain.
 
 
 class Slope(NamedTuple):
-    """An estimate of f'(0).
+    """An estimate of f'(0) for a function f of one scalar.
 
     Attributes:
         value: The slope of each entry, or NaN if no step size gives a slope.

@@ -2,13 +2,14 @@
 
 Each disagreement is explained by the first cause that applies:
 
-1. randomness (two runs of one side differ), an argument that affects the output on one side only;
-2. a gradient that one side stops, a kink near which both sides agree, NaN or infinity on one side;
+1. randomness (two runs of one side differ), or an argument that affects only one side's output;
+2. a gradient that one side stops, a kink near which both sides agree, or NaN or inf on one side;
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-Wrong derivatives of a wrong value are reported with the cause of the value. The detail of a
-comparison ends with the name of the side whose derivative contradicts finite differences.
+If a value is wrong, derivatives without a known cause are reported with the cause of the value. If
+finite differences contradict the derivative of one side, the detail of the comparison names this
+side.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Causes:
         self.diverging, self.reordered = cache(self._diverging), cache(self._reordered)
 
     def of(self, c: Comparison) -> Comparison:
-        """Returns the disagreement with a cause that follows from the results of both sides."""
+        """Returns a copy of c with a cause that follows from the results of both sides."""
         quantity = self.check.quantities[c.quantity]
         i = quantity.paths.index(c.path)
         a, b = (side[i] for side in quantity.sides)
@@ -112,7 +113,7 @@ class Causes:
         return cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
 
     def with_the_factor(self, c: Comparison) -> Comparison:
-        """Copies the named factor of another disagreement as the cause if the ratios agree."""
+        """Returns c, with the factor of another disagreement as its cause if the ratios agree."""
         for d in self.report.disagreements:
             is_factor = c.cause == UNKNOWN and (d.cause or "").startswith(FACTOR)
             if is_factor and c.ratio and d.ratio and abs(d.ratio / c.ratio - 1) < 1e3 * c.tolerance:
@@ -120,7 +121,7 @@ class Causes:
         return c
 
     def by_operations(self, c: Comparison) -> Comparison:
-        """Adds the first operations at which the two programs diverge to the cause."""
+        """Adds to the cause the first operations at which the two programs diverge."""
         if (found := self.diverging()) is None:
             return c
         before, cause = c.cause or UNKNOWN, found.name
@@ -182,7 +183,7 @@ class Causes:
         )
 
     def _at_a_kink(self, c: Comparison, i: int) -> Comparison | None:
-        """Returns the comparison with a kink as its cause, or None if the sides differ nearby."""
+        """Returns c with a kink or singularity as its cause, or None if the sides differ nearby."""
         check, quantity = self.check, self.check.quantities[c.quantity]
         size = _STEPS.get(tolerances.real_name(c.dtype), 0.05)
         for draw in range(2):

@@ -1,4 +1,4 @@
-"""Context manager that computes float32 matrix products in full precision.
+"""Context manager in which float32 matrix products are computed in full precision.
 
 Depending on the settings, accelerators multiply float32 matrices in TF32 or bfloat16: float32 has
 24 significand bits, TF32 has 11 and bfloat16 has 8. With reduced precision, correct float32
@@ -46,7 +46,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 
 def _put(wanted: dict[str, Any]) -> None:
-    """Applies PyTorch settings, older settings first because they overwrite newer settings."""
+    """Applies PyTorch settings. Older settings come first because they overwrite newer settings."""
     for name, (get, put) in settings_of_torch().items():
         if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])
@@ -73,7 +73,7 @@ def settings_of_torch() -> dict[str, Setting]:
 
 
 def _attribute(holder: Any, name: str) -> Setting:
-    """Returns the getter and setter of a property, also if an assignment to it raises an error.
+    """Returns the getter and setter of a property, even if assignments to it raise an error.
 
     `torch.testing._internal` calls `torch.backends.disable_global_flags`, after which an assignment
     to the property raises an error.

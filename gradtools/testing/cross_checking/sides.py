@@ -1,7 +1,7 @@
 """`Side`: a program in one framework, with values and derivatives as NumPy arrays.
 
-A `Side` wraps a function, a module or the triple of `make_functional`, so `cross_check` is
-independent of the framework. Both sides take the same `Inputs`.
+A `Side` wraps a function, a module or the triple of `make_functional`, so the code of `cross_check`
+does not depend on the framework. Both sides take the same `Inputs`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Side(FlatFunction):
         self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
-        """Converts x to an array of the framework, on the device of the program's parameters."""
+        """Converts x to an array of the framework; a tensor is moved to the parameters' device."""
         x = np.asarray(x)
         if self.name == "jax":
             return self.gt.asarray(x.astype(narrowed(x.dtype.name)))
@@ -122,7 +122,7 @@ class Inputs:
 
     @classmethod
     def read(cls, caller: str, args: Sequence[Any], dtype: str | None) -> Inputs:
-        """Flattens `args`, and casts its arrays."""
+        """Flattens `args`, and casts the arrays to `dtype`."""
         trees = import_module("gradtools.torch")._api._backend
         try:
             leaves, treedef = trees.flatten(tuple(args))
@@ -251,7 +251,7 @@ def inexact(arrays: Output) -> Output:
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Casts x to another precision; complex arrays stay complex, integers are unchanged."""
+    """Casts x to another precision; complex arrays stay complex, and integers are unchanged."""
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":

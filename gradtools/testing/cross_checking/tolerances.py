@@ -7,7 +7,7 @@ The error of an array is relative to its own largest entry,
 and an array agrees if its error is at most `tolerance(dtype, order)`. No tolerance grows with the
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order 0
 is used for values, order 1 for gradients, vjps and jvps, and order 2 for Hessian products. Finite
-differences have a separate column, because extrapolation keeps about half of the digits.
+differences have separate tolerances, because extrapolation preserves only about half of the digits.
 
 The table does not depend on the device: `precision.py` turns TF32 and bfloat16 matrix products off
 during a comparison.

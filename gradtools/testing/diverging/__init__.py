@@ -1,1 +1,1 @@
-"""`first_divergence` and `match_parameters`: comparison of a PyTorch program with its JAX port."""
+"""`first_divergence`: locates the operations at which a program and its JAX port diverge."""

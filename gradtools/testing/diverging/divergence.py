@@ -1,13 +1,13 @@
 """`first_divergence`: the first pair of operations at which a port diverges from the original.
 
 Both programs run forward once on the same arguments, and every intermediate value is recorded. One
-backward pass from a random cotangent c follows. Equal values of both runs are paired, whatever
-their layouts. If an output differs, the first operations whose values have no counterpart are
+backward pass from a random cotangent c follows. Equal values of both runs are paired, even if their
+layouts differ. If an output differs, the first operations whose values have no counterpart are
 reported. If a gradient of Re<c, out> differs, the operations that use the last common value with
 unequal cotangents are reported.
 
-The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
-"Matching execution histories of program versions", 2005), applied to cotangents as well.
+The method compares the data-flow graphs of two programs by their values (Zhang and Gupta, "Matching
+execution histories of program versions", 2005), and also by their cotangents.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CALLER = "first_divergence"
 
 @dataclass
 class Divergence(Report):
-    """The report of `first_divergence`; true if nothing differs.
+    """The report of `first_divergence`, which is true if nothing differs.
 
     `comparisons` lists the compared outputs and the compared gradients of arguments and parameters.
 
     Attributes:
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients differ, "parameter"
-            if a parameter of the port differs from PyTorch's, "not finite" if an output has no
-            finite entry on either side.
+            if a parameter of the port differs from PyTorch's parameter, "not finite" if an output
+            has no finite entry on either side.
         torch: The operation in PyTorch at which the programs diverge, or None if they agree.
         jax: The operation in JAX at which the programs diverge.
         last_torch: The last common value from which both operations are computed, in PyTorch.

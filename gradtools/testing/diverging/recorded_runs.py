@@ -64,7 +64,7 @@ class RecordedRuns:
     Attributes:
         torch: The run in PyTorch.
         jax: The run in JAX.
-        outputs: The pairs of outputs.
+        outputs: The pairs of corresponding outputs of both runs.
         classes: Maps each index in `Step.entries` to the steps of PyTorch and of JAX with these
             entries.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.

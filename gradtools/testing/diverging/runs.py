@@ -33,7 +33,7 @@ class Place:
     """An operation of a program.
 
     Attributes:
-        operation: The framework's name of the operation; for a leaf the name of the argument or
+        operation: The framework's name of the operation; for a leaf, the name of the argument or
             parameter.
         lines: The source lines of the user's call chain, innermost first; each line has the
             attributes `file`, `line`, `function` and `text`.
@@ -149,7 +149,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates as NONE, WEAK or STRONG how unlikely an accidental equality with x is."""
+    """Rates how unlikely an accidental equality with x is: NONE, WEAK or STRONG."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":

@@ -56,8 +56,8 @@ class ParameterPair:
     """A pair of parameters: PyTorch's name, JAX's path, the layout, and PyTorch's shape.
 
     `added` names a second parameter of PyTorch, of the same shape, whose rows `added_rows` are
-    added to the first: a recurrent layer has two biases in PyTorch and their sum in JAX. The
-    gradient of the sum is the gradient of both parameters.
+    added to the first parameter: a recurrent layer has two biases in PyTorch and their sum in JAX.
+    The gradient of the sum is the gradient of both parameters.
     """
 
     torch_name: str
@@ -82,7 +82,7 @@ class ParameterPair:
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """The pairs of two models' parameters, and the conversion of PyTorch's arrays to JAX's.
+    """The pairs of two models' parameters, and the conversion of PyTorch's arrays to JAX's layout.
 
     Attributes:
         entries: The pairs of parameters.

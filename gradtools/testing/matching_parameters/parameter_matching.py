@@ -73,11 +73,11 @@ def match_parameters(
 ) -> ParameterMapping:
     """Pairs the parameters of a torch.nn model and of its port to flax or equinox.
 
-    Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
-    then by a unique common suffix of their names, then, among modules of equal kind and shapes, by
-    order. Within a pair of modules the arrays' names and shapes determine the layout; a
-    transposed convolution with as many input channels as output channels is recognized by its class
-    or name, and is assumed not to use flax's transpose_kernel.
+    Modules are paired by name, ignoring case and separators ("layer.0.LayerNorm",
+    "layer_0/layer_norm"), then by a unique common suffix of their names, then, among modules of
+    equal kind and shapes, by order. Within a pair of modules the arrays' names and shapes determine
+    the layout; a transposed convolution with as many input channels as output channels is
+    recognized by its class or name, and is assumed not to use flax's transpose_kernel.
 
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
@@ -113,7 +113,7 @@ def match_parameters(
 def matched(
     caller: str, torch_params: Any, jax_params: Any, overrides: Any, partial: bool
 ) -> ParameterMapping:
-    """Implements `match_parameters` on behalf of the operator `caller`."""
+    """Implements `match_parameters` for the operator `caller`, which error messages name."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     search = _Matching(read_torch(torch_params), read_jax(jax_params), transposed)
@@ -274,7 +274,7 @@ class _Matching:
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _unequal(self) -> str:
-        """Names the unpaired arrays of equal roles, whose shapes differ."""
+        """Returns a sentence that names unpaired arrays with equal roles but different shapes."""
         found = []
         for name, x in self.torch.items():
             module, _, leaf = name.rpartition(".")
@@ -304,7 +304,7 @@ class Part(NamedTuple):
 
 
 def _role(module: str, leaves: Mapping[str, Part]) -> str:
-    """Returns "query", "key" or "value" if the module is part of a joint matrix, else ""."""
+    """Returns "query", "key" or "value" if the arrays are rows of a joint matrix, else ""."""
     return module.rpartition(".")[2] if any(part.rows for part in leaves.values()) else ""
 
 

@@ -52,7 +52,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
 
 
 def path_of(keys: Sequence[Any]) -> Path:
-    """Converts JAX's key path to names, indices and keys, without the last `value` of nnx."""
+    """Converts JAX's key path to names, indices and keys, without nnx's final key `value`."""
     values = lambda key: (getattr(key, name, None) for name in ("name", "idx", "key"))
     path = tuple(next(v for v in values(key) if v is not None) for key in keys)
     return path[:-1] if path[-1:] == ("value",) else path

@@ -5,13 +5,14 @@ For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
 The gradient is a sum over chunks, and c_i depends only on the outputs of f. The first pass keeps
-the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and pulls
-its c_i back (Gao et al., Scaling deep contrastive learning batch size under memory limited setup,
-2021, for contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs
-4F.
+the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and applies
+its pullback to c_i (Gao et al., Scaling deep contrastive learning batch size under memory limited
+setup, 2021, for contrastive losses). If a forward pass costs F and a backward pass costs 2F, the
+gradient costs 4F.
 
 This module reads the arguments of a call, and `arguments/chunks.py` splits the arguments into
-chunks. The backends' `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
+chunks. The backends' `chunking.py` run and recompute the chunks, in PyTorch with
+`recomputation.py`.
 """
 
 from __future__ import annotations
@@ -91,14 +92,15 @@ class Chunking(Operators):
             f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
                 array has one entry per example of the chunk, along its axis in `out_axes`. Each
                 entry must be computed from its own example only; otherwise the result is the result
-                of the loop over the chunks. A table of all pairs in f contains the pairs of one
-                chunk.
+                of the loop over the chunks. If f compares all pairs of examples, only pairs within
+                one chunk are compared.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
-                positional argument, or a dict from f's parameters to axes. None passes the argument
-                whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
-                entry, including keyword arguments, are split along axis 0; scalars and non-arrays
-                are shared. A list is treated as a list of examples: f gets slices of the list.
+                positional argument, or a dict from f's parameters to axes. None passes the whole
+                argument to every chunk; a pytree argument may have a pytree of axes. Arguments
+                without an entry, including keyword arguments, are split along axis 0; scalars and
+                non-arrays are shared. A list is treated as a list of examples: f gets slices of the
+                list.
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
@@ -216,10 +218,10 @@ class Chunking(Operators):
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
             reduction: Whether f returns the mean or the sum over the examples of a chunk.
-            weights: The weights of a mean that is not over examples: one weight per example (such
-                as its number of tokens), split with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight (it gets the keyword arguments for which it has
-                parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
+            weights: The weights of a mean in which examples have different weights: one weight per
+                example (such as its number of tokens), split with the batch, or a function of a
+                chunk's arguments that returns the chunk's weight (it gets the keyword arguments for
+                which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.

@@ -177,7 +177,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the user's innermost line of a traceback in parentheses, or "" if there is none."""
+    """Returns the user's innermost line in an error's traceback, in parentheses, or "" if none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -205,7 +205,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
 
 def definition_of(f: Any) -> Source | None:
-    """Returns the line at which a Python function is defined."""
+    """Returns the line at which a Python function is defined, or None if f has no Python code."""
     code = getattr(f, "__code__", None)
     return None if code is None else _source(code, code.co_firstlineno)
 

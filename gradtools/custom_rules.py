@@ -109,7 +109,7 @@ _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 class CustomRule:
     """A function with a custom rule; see `custom_rule`.
 
-    Setting an attribute after a call clears the caches of earlier calls.
+    Setting one of these attributes after a call clears the caches of earlier calls.
 
     Attributes:
         fun: The function that computes the value.
@@ -202,8 +202,8 @@ class CustomRule:
         Args:
             fwd: `fwd(*args)` returns the output and the residuals for bwd; the residuals may be any
                 pytree.
-            bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
-                not static. Static arguments come first in the arguments of fwd and bwd. bwd must
+            bwd: `bwd(residuals, cotangent)` returns a tuple with one entry for each argument that
+                is not static. Static arguments come first in the arguments of fwd and bwd. bwd must
                 not write into the residuals or the cotangent in place; clone them first.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
@@ -319,7 +319,7 @@ class CustomRule:
                 self._specializations.pop(self._transient.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Splits the arguments into `(statics, rest)`; errors name the function."""
+        """Splits the arguments into `(statics, rest)`; error messages name the function."""
         try:
             return self._binding.bound(args, kwargs)
         except TypeError as error:
@@ -411,7 +411,7 @@ class CustomRule:
         )
 
     def _user_functions(self, specialized: Specialization) -> tuple[Any, ...]:
-        """Returns f and the rule's functions, which may close over arrays; see `Rule`."""
+        """Returns f, static arguments and rule functions, which may contain arrays; see `Rule`."""
         return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Specialization:
-    """A custom rule for fixed static arguments and tree structure, as functions of flat arrays.
+    """A custom rule, converted to functions of flat arrays for one tree structure.
 
     Attributes:
         of: The custom rule.
@@ -103,7 +103,7 @@ class Specialization:
         return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
     def _check_output(self, xs: Sequence[Array], avals: Any, out: Any, who: str) -> bool:
-        """Checks an output against f's output; returns False if f's shapes are unknown."""
+        """Raises an error if an output does not match f's; returns False if f's is unknown."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:

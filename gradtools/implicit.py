@@ -66,7 +66,7 @@ class Implicit(Operators):
         Raises:
             GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
                 near zero at z: a change of z by 1 % changes F by less than the norm of F. (On
-                differentiating) the relative residual of the solve is above 1e-6 (1e-3 below
+                differentiating) the relative residual of the linear solve is above 1e-6 (1e-3 below
                 float64), for example because A is singular. Under jit and vmap, the result is NaN
                 in place of the last two errors.
 
@@ -139,7 +139,7 @@ class _Solution:
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the solution at the given arguments."""
+        """Returns z, or `(z, aux)`, for the given arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
         p = self._connected(form, x, (captured, args, kwargs))
         z = self._tree(form, self.root(form, x, p))
@@ -241,7 +241,7 @@ class _Solution:
         return self._unless(~(left <= tolerance * right), v, explain)
 
     def _unsolved(self, product: Callable[[Array], Array], b: Array) -> str:
-        """Explains why A x = b was not solved."""
+        """Returns the probable reason why A x = b was not solved."""
         xp, moved = self.backend.xp, product(b)
         if not bool(xp.all(xp.isfinite(b))):
             return (

@@ -62,8 +62,8 @@ class Jacobians(Operators):
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
                 Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
-                products as the Jacobian has nonzero diagonals. One more product detects entries
-                missing from the pattern. Requires `pip install "gradtools[sparse]"`.
+                products as the Jacobian has nonzero diagonals. An additional product detects
+                entries missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t

@@ -114,7 +114,7 @@ class Call:
         return kinds
 
     def _check_others(self) -> None:
-        """Raises an error if an undifferentiated argument contains a foreign array.
+        """Raises an error if any argument contains an array of the other framework.
 
         In compiled code dynamo itself rejects such an array.
         """
@@ -123,7 +123,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Makes the call differentiate the module parameters that `opened` collected."""
+        """Copies the ids of the module parameters, and `is_deferred`, from `opened`."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -187,7 +187,7 @@ class Call:
                 y = as_array(backend, self.caller, y, name, fix=fix)
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
-        self.no_tangents = [*map(backend.no_tangent, extras)]  # for f's integer outputs
+        self.no_tangents = [*map(backend.no_tangent, extras)]  # the tangents of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)
@@ -272,18 +272,18 @@ class Call:
             self.opened.settle(extras)
 
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
-        """Returns `attach(results, select)`, which attaches results to the parameters' graph.
+        """Returns `attach(results, select)`, which attaches results to the graph of the parameters.
 
-        Returns the identity in JAX, and if no argument contains a module. The attached graph may
-        call `operator(*args, **kwargs)` again, and `select` returns the results from the output of
-        this call.
+        In JAX, or if no argument contains a module, `attach` returns the results unchanged. The
+        attached graph may call `operator(*args, **kwargs)` again, and `select` returns the results
+        from the output of this call.
         """
         if self.opened is None:
             return lambda results, select=None: results
         return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
 
     def refuse_changes(self) -> None:
-        """Raises an error if f changed a module argument, because the operator loses the change."""
+        """Raises an error if f changed a module argument, because the change would be discarded."""
         if self.opened is not None:
             self.opened.refuse_changes()
 

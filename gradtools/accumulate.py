@@ -455,7 +455,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """Returns the name of a floating dtype, given as a string or as NumPy, PyTorch or JAX dtype."""
+    """Returns the name of a floating dtype of NumPy, PyTorch or JAX; returns None for None."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

@@ -173,7 +173,7 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """Calls `fun(*args)`; a backend may mark its stop_gradient operations as gradtools' own."""
+        """Calls `fun(*args)`; a backend may mark fun's stop_gradient operations as internal."""
         return fun(*args)
 
     def reached(self, fun: Fun, leaves: list[Array]) -> list[bool]:
@@ -329,7 +329,7 @@ class Rules(Differentiation):
     cg = LazyMember("linear_solvers", operator="implicit_solution")
     gmres = LazyMember("linear_solvers", operator="implicit_solution")
     dense = LazyMember("linear_solvers", operator="implicit_solution")
-    """Linear solvers: `cg(matvec, b)` returns x with `matvec(x) = b`, for real vectors."""
+    """Linear solvers for real vectors: `cg(matvec, b)` returns x with `matvec(x) = b`."""
 
     compiles_rules = False
     """Whether a rule's maps are compiled only once; numbers that vary must then be arguments."""
@@ -445,7 +445,7 @@ class Recomputation(Programs):
     def sum_chunks(
         self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
     ) -> tuple[list[Array], list[Array]]:
-        """Sums the output leaves over chunks, without recomputation; returns sums and carry.
+        """Sums the output leaves over chunks, without recomputation; returns the sums and a carry.
 
         weigh: If `weighs_sums`, each term is `weigh(w, x)`. The first leaf of each chunk is its
             weight, and the result is the sum of the weights and the weighted means.

@@ -294,7 +294,7 @@ class _Microbatches:
     carry_argnums: Argnums
 
     def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Sums the chunks' weighted terms and divides by the sum of the weights."""
+        """Sums the terms of all chunks; for a mean, divides the sum by the sum of the weights."""
         backend, has_aux, is_mean = self.backend, self.has_aux, self.reduction == "mean"
         positions = normalized_argnums(_MICROBATCHED, self.argnums, len(args))
         opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
@@ -419,7 +419,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns a chunk's weight: its size, the sum of `given`, or the result of `weights`."""
+        """Returns a chunk's weight: `size`, the sum of `given`, or the result of `self.weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend

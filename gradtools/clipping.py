@@ -71,7 +71,8 @@ def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # total is near 0 only if all are
+    # The lower bound 0.5 prevents a division by zero if all cotangents are zero.
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))
     bound = backend.real_scalar(bound, size)
     inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)
@@ -97,7 +98,7 @@ def _squares(backend: Backend, ct: Array) -> Array:
 
 
 def _nan_if_negative(backend: Backend, bound: Array) -> Array:
-    """Replaces a negative bound by NaN, because a negative bound would reverse the gradient."""
+    """Returns the bound, or NaN in place of a negative bound, which would reverse the gradient."""
     xp = backend.xp
     return xp.where(bound < 0, xp.full_like(bound, xp.nan), bound)
 

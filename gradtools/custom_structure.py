@@ -202,7 +202,7 @@ class Specialization:
         return self.backend.unflatten(self.treedef, refilled(full, primals))
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
-        """Flattens bwd's cotangents, one for each array, and checks them against `like`."""
+        """Flattens bwd's cotangents, one for each array; rejects cotangents unlike `like`."""
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]

@@ -331,7 +331,7 @@ class KernelCall:
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
-        """Checks and copies the kernel's results.
+        """Returns copies of the kernel's results; rejects results that differ from their specs.
 
         Copies are necessary because the kernel may return its argument or a reused workspace.
         """

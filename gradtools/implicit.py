@@ -160,9 +160,10 @@ class _Solution:
         return self.backend.unflatten(treedef, leaves)
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """Calls `solve`, checks z, and returns its `_Form`, x and aux without derivatives.
+        """Calls `solve` without derivatives; returns `(form, x, captured, aux)`.
 
-        Also returns the arrays that F closes over, which become arguments of the custom rules.
+        x is the vector of the entries of z. captured contains the arrays that F closes over, which
+        become arguments of the custom rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))
@@ -352,7 +353,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: Callable[[], str]) -> Array:
-        """Returns x; if `wrong`, raises an error, or returns NaN if `wrong` is traced."""
+        """Returns x; raises an error if `wrong` is true, or returns NaN if `wrong` is traced."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)

@@ -1,8 +1,8 @@
 """`make_functional` converts a model to a pure function of its parameters and state.
 
-A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, the same in every
-framework, so that derivatives are taken with respect to an ordinary argument. The backends'
-``modules.py`` implement the conversion.
+A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)`` with the same signature
+in every framework, so that derivatives are taken with respect to an ordinary argument. The
+backends' ``modules.py`` implement the conversion.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Models(Operators):
         """Converts a module to a pure function of its parameters and state.
 
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
-        side effects on the module or its arguments. Many threads may call ``apply`` at once, each
-        with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``,
-        the random numbers of the call depend only on the key. make_functional reads the module when
-        it is called; later changes of its mode or structure do not affect apply.
+        side effects on the module or its arguments. Many threads may call ``apply`` concurrently,
+        each with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With
+        ``key``, the random numbers of the call depend only on the key. make_functional reads the
+        module when it is called; later changes of the module's mode or structure do not affect
+        apply.
 
         In PyTorch::
 

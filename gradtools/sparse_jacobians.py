@@ -98,8 +98,8 @@ def _verified(
     """Returns the values of the entries if the pattern omits no entry.
 
     The product of the sparse result with a random vector, the sum of `values * signs` at each of
-    `places`, is compared with the true product. In a trace, where values cannot be read, wrong
-    values are replaced by NaN.
+    `places`, is compared with the true product. In a trace, where values cannot be read, all values
+    are replaced by NaN if the products differ.
 
     Raises:
         GradtoolsError: The products differ.
@@ -149,7 +149,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
 
 
 def _scipy_sparse(caller: str) -> Any:
-    """Imports `scipy.sparse`; if SciPy is missing, raises an error that names the pip extra."""
+    """Imports `scipy.sparse`; raises an error if SciPy or NetworkX is not installed."""
     try:
         import networkx as _  # noqa: F401 - `_greedy` uses it
         import scipy.sparse
@@ -165,7 +165,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
     """Converts a user's pattern to a boolean CSR matrix.
 
     Args:
-        caller: The operator's name, for errors.
+        caller: The operator's name, for error messages.
         sparsity: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries
             are the pattern. The pattern has one column per input entry, or the Jacobian's shape.
         ins: The shape of f's argument.

@@ -247,7 +247,7 @@ class Call:
         ]
 
     def _check_exact(self, tangents: Sequence[Any], what: str) -> None:
-        """Raises an error if an integer's tangent is neither None nor zeros of dtype float0."""
+        """Raises an error if an integer leaf has a tangent other than None or float0 zeros."""
         for k, none in self.exact_tangents.items():
             x = tangents[k]
             if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):

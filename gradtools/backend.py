@@ -370,7 +370,7 @@ class Rules(Differentiation):
 
 
 class Compiler:
-    """The interface to a compiler that traces Python (dynamo); by default, there is no compiler."""
+    """The interface to a compiler that traces Python (dynamo); by default, none is active."""
 
     def is_tracing(self) -> bool:
         """Returns whether the compiler is tracing the caller."""
@@ -445,7 +445,7 @@ class Recomputation(Programs):
     def sum_chunks(
         self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
     ) -> tuple[list[Array], list[Array]]:
-        """Sums the output leaves over chunks, without recomputation; returns the sums and a carry.
+        """Sums the output leaves over chunks, without recomputation; returns `(sums, carry)`.
 
         weigh: If `weighs_sums`, each term is `weigh(w, x)`. The first leaf of each chunk is its
             weight, and the result is the sum of the weights and the weighted means.

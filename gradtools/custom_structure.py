@@ -103,7 +103,10 @@ class Specialization:
         return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
     def _check_output(self, xs: Sequence[Array], avals: Any, out: Any, who: str) -> bool:
-        """Raises an error if an output does not match f's; returns False if f's is unknown."""
+        """Raises an error if `out` does not match f's output in structure, shapes and dtypes.
+
+        Returns False if f's output is unknown, so that `out` cannot be checked.
+        """
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -202,7 +205,10 @@ class Specialization:
         return self.backend.unflatten(self.treedef, refilled(full, primals))
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
-        """Flattens bwd's cotangents, one for each array; rejects cotangents unlike `like`."""
+        """Flattens bwd's cotangents, one for each array.
+
+        Raises an error if a cotangent does not have the shape and dtype in `like`.
+        """
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]

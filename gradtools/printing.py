@@ -15,7 +15,10 @@ import unicodedata
 from collections.abc import Sequence
 
 SPELLED = "gradtools.spelled"
-"""The codec error handler that spells out characters, for example ``x ∈ ℝ³`` as ``x in R^3``."""
+"""The name of the codec error handler that spells out characters.
+
+For example, ``x ∈ ℝ³`` is printed as ``x in R^3``.
+"""
 
 _WORDS = {"∈": "in", "√": "sqrt", "∂": "d", "Σ": "sum", "∞": "inf", "×": "x", "·": "*", "∘": "o"}
 _WORDS |= {"→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "‖": "||", "⟨": "<", "⟩": ">", "−": "-"}

@@ -215,7 +215,10 @@ USE_REVERSE_MODE = (
 
 
 def closed_over_error(name: str, x: Any = None) -> GradtoolsError:
-    """Returns the error for a rule that closes over a differentiated array; x may be None."""
+    """Returns the error for a rule that closes over a differentiated array.
+
+    x: The array, or None if the array is unknown.
+    """
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
@@ -345,7 +348,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # `written` supports a single example only
+        linearized = replace(linearized, written=None)  # `written` maps one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 

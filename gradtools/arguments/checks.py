@@ -94,7 +94,10 @@ def order_among(caller: str, order: Any, known: Sequence[int], expected: str) ->
 def normalized_argnums(
     caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
-    """Returns argnums as a tuple of positions from 0 to count - 1; rejects other positions."""
+    """Returns argnums as a tuple of nonnegative positions.
+
+    Raises an error if a position is out of range for `count` arguments, or occurs twice.
+    """
     if type(argnums) is int and argnums == 0 and count:
         return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
@@ -152,7 +155,11 @@ def as_array(
     device_of: Array | None = None,
     fix: str = "",
 ) -> Array:
-    """Converts x to a framework array on the device of `device_of`; error messages use `name`."""
+    """Converts x to a framework array on the device of `device_of`.
+
+    name: The name of x in error messages.
+    fix: The advice at the end of an error message.
+    """
     if backend.is_array(x):
         return x
     backend.check_array(x, name)

@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # True: every backward pass; None: the first pass
+    verify: bool | None = None  # whether backward passes compare outputs; None: only the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -132,8 +132,7 @@ class Chunks:
     ) -> Chunks:
         """Creates the `Chunks` for the call `f(batch)`.
 
-        keys, carried: The indices of the arguments that are random keys, and of those that are
-            carries.
+        keys, carried: The indices of the random keys and of the carries among the arguments.
         """
         backend, every = batch.backend, batch.arguments
         leaves: tuple[list[Any], ...] = ([], [], [])  # leaves by kind: _PIECES, _SHARED, _CARRY

@@ -8,7 +8,7 @@ from gradtools.errors import GradtoolsError
 
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
-    """Returns an error if x is a Keras or flax.linen model in place of arrays; otherwise None."""
+    """Returns an error if x is a Keras or flax.linen model, and None otherwise."""
     keras = integration("keras")
     if keras is not None and keras.is_keras(x):
         return keras.refusal(caller, name, x)

@@ -43,7 +43,7 @@ class KerasBackend:
         name: Keras' name of the backend.
         alias: Detaches a variable's value.
         settled: Detaches the new value of a variable that is not trained.
-        seeds: Maps `(key, count)` to the seeds of `count` random streams, each a pair of integers.
+        seeds: Maps `(key, count)` to `count` seeds of random streams, each a pair of integers.
         drawing: Maps `(key, arrays)` to a context manager that seeds the random numbers drawn
             outside of Keras' streams.
     """

@@ -201,7 +201,10 @@ def _modules(x: Any) -> list[Any]:
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
-    """Replaces the modules to which f refers by copies; the keys of `copies` are their ids."""
+    """Returns f with copies of the modules to which f refers.
+
+    copies: Maps the id of each module to its copy.
+    """
     entered = set[int]()
 
     def of(x: Any) -> Any:

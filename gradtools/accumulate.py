@@ -174,8 +174,9 @@ class GradientAccumulator:
     All methods may be called from many threads: a lock serializes them. The accumulator stores
     detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
     created, filled and read outside of all transformations, or inside one traced function; in
-    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised, because the
-    accumulator would leak a tracer, or would add gradients only while a function is traced.
+    PyTorch, the same applies to `torch.func` transforms. Using an accumulator across
+    transformations raises an error, because the accumulator would leak a tracer, or would add
+    gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -318,7 +319,7 @@ class GradientAccumulator:
         return tuple(self._backend.leaf_paths(whole))
 
     def _weighted(self, paths: Sequence[str], term: State) -> list[Any]:
-        """Multiplies the arrays by the weight, in the accumulator's dtype."""
+        """Multiplies the gradients of a term by the weight, in the accumulator's dtype."""
         cast, zeros_like = list[Any](), self._backend.zeros_like
         for path, x in zip(paths, term.totals, strict=True):
             name = self._precision or _WIDE.get(self._name(x))

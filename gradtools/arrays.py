@@ -48,8 +48,8 @@ class ArraysAndKeys(Operators):
 
         Raises:
             GradtoolsError: The backend does not support the dtype: float64, int64 and complex128 in
-                JAX without x64, extended precision in both frameworks. Or x cannot be converted to
-                an array of numbers.
+                JAX without x64, and extended precision in both frameworks; or x cannot be converted
+                to an array of numbers.
 
         Example:
             >>> gt.to_numpy(gt.asarray(np.array([1, 2], np.int16)))

@@ -148,7 +148,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Linearizes fun; returns `(outs, extras, pushforward)`, by default from a pullback."""
+        """Linearizes fun; returns `(outs, extras, pushforward)`, by default by transposition."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:

@@ -81,9 +81,9 @@ class Chunking(Operators):
         one module, at the same time.
 
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
-        recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
-        saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
-        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
+        recomputation runs the same program, so `verify` has no effect. Results of `pure_callback`
+        are saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph,
+        as with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
         `key_argnums` and changing state with `carry_argnums`; the state of flax.nnx modules is
         carried, not differentiated, and written back. Call the chunked function under jit:
         otherwise each call traces f again.
@@ -103,7 +103,7 @@ class Chunking(Operators):
                 list.
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
-            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and the chunked function also returns such a pair. Several
                 carries form a tuple. Carries are not differentiated.
@@ -206,9 +206,9 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        Both equal the results on the full batch, even if the last chunk is smaller or token counts
-        differ. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
-        recomputed.
+        The value and the gradients equal the results on the full batch, even if the last chunk is
+        smaller or token counts differ. Unlike in `chunked`, each chunk's backward pass runs
+        immediately: nothing is recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -224,7 +224,7 @@ class Chunking(Operators):
                 which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss.
-            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
                 where several carries form a tuple. Carries are not differentiated.
@@ -264,12 +264,12 @@ class Chunking(Operators):
         return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
-        """Returns whether f is being recomputed. Hooks with side effects can call this function.
+        """Returns whether a function is being recomputed, for hooks with side effects.
 
         In JAX, which has no hooks, the result is always False.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked`, `checkpoint` or
+            True inside a function f and the hooks of f's modules while `chunked`, `checkpoint` or
             `frozen` recomputes f.
 
         Example:
@@ -387,7 +387,7 @@ class _Microbatches:
     def _metrics(self, aux: Any, known: list[Any]) -> Any:
         """Checks that f's aux consists of numeric arrays, which are reduced like the loss.
 
-        known: The structure and the shapes in an earlier chunk, if there was an earlier chunk.
+        known: The structure and the shapes of aux in an earlier chunk; empty for the first chunk.
         """
         backend = self.backend
         leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)

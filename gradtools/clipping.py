@@ -1,4 +1,4 @@
-"""Defines the rule of `clip_gradient`, which clips each modulus and then the global norm.
+"""Defines the rule of `clip_gradient`, which clips the modulus of each entry and the norm.
 
 x' = c(y'),    c(y')_i = y'_i min(1, max_value / |y'_i|), then times min(1, max_norm / |y'|)
 """

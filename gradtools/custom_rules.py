@@ -70,9 +70,9 @@ class CustomRules(Operators):
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
                 differs from f's in structure, shape or dtype; a cotangent differs from its
-                argument, or a tangent from its output, in structure, shape or dtype; a rule that is
-                transposed for the other mode is not linear; a rule closes over an array that is
-                differentiated. `gradtools.testing.check_rule` finds other mistakes.
+                argument, or a tangent differs from its output, in structure, shape or dtype; a rule
+                that is transposed for the other mode is not linear; a rule closes over an array
+                that is differentiated. `gradtools.testing.check_rule` finds other mistakes.
 
         Example:
             >>> @gt.custom_rule
@@ -288,7 +288,7 @@ class CustomRule:
             raise
 
     def _note(self, error: Exception) -> None:
-        """Adds a note to an error of a forward rule that computes with its tuples of arguments."""
+        """Adds a note to an error of a forward rule that uses its argument tuples like arrays."""
         code = getattr(self.jvp, "__code__", None)
         tuples = isinstance(error, TypeError | AttributeError) and "tuple" in str(error)
         if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):
@@ -338,7 +338,7 @@ class CustomRule:
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
-        if avals:  # a symbolic length may be concrete in the call
+        if avals:  # `outs` may have None for a length that is concrete in `avals`
             return specialized.newest
         return self._backend.static_treedef(specialized.newest)
 

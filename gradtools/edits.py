@@ -336,8 +336,8 @@ class Edits(Operators):
         """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
         If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
-        zero. The replacement is made leaf by leaf and supports reverse mode only. The gradient may
-        itself be differentiated with respect to dx.
+        zero. Each leaf is replaced separately. The edit supports reverse mode only. The gradient
+        may itself be differentiated with respect to dx.
 
         Args:
             x: A pytree of arrays.
@@ -381,8 +381,8 @@ class Edits(Operators):
     ) -> Callable[P, R]:
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
-        The derivative is correct in both modes and at every order; f itself is never differentiated
-        and gets detached inputs. f may be a NumPy function.
+        The derivative is correct in forward and reverse mode and at every order; f itself is never
+        differentiated and gets detached inputs. f may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.

@@ -3,7 +3,7 @@
 A framework that traces a program needs the shape and dtype of a kernel's result before it runs the
 kernel. An `ArraySpec` declares the shape and dtype, and `KernelCall` checks each result against its
 spec, because the framework could cast or misinterpret the result. Under vmap a kernel is called
-once per example, or once with the batch axis in front of every argument. A kernel has no
+once per example, or once with leading batch axes on every argument. A kernel has no
 derivative. `torch/host.py` and `jax/host.py` embed kernel calls in the frameworks' programs.
 """
 

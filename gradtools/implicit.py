@@ -64,9 +64,9 @@ class Implicit(Operators):
             A function of theta, args and keyword arguments that returns z, or `(z, aux)`.
 
         Raises:
-            GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
-                near zero at z: a change of z by 1 % changes F by less than the norm of F. (On
-                differentiating) the relative residual of the linear solve is above 1e-6 (1e-3 below
+            GradtoolsError: (When called) F's result differs from z in structure or shapes; F is not
+                near zero at z: a change of z by 1 % changes F by less than the norm of F. (When
+                differentiated) the relative residual of the linear solve is above 1e-6 (1e-3 below
                 float64), for example because A is singular. Under jit and vmap, the result is NaN
                 in place of the last two errors.
 

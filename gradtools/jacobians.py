@@ -69,8 +69,8 @@ class Jacobians(Operators):
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
             the function returns an array of shape s + t. The arrays form a pytree like the output,
             with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf.
-            With sparsity, one sparse array of shape s + t: `torch.sparse_coo`, or
-            `jax.experimental.sparse.BCOO`.
+            With sparsity, the function returns one sparse array of shape s + t: `torch.sparse_coo`,
+            or `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of

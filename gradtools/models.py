@@ -78,8 +78,8 @@ class Models(Operators):
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
-          the module's ``__call__`` takes it; the user must split it over a batch and provide the
-          ``axis_name`` that batch normalization needs.
+          the module's ``__call__`` takes it; the user must split the key over a batch and provide
+          the ``axis_name`` that batch normalization needs.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables
           to arrays; state maps the paths of all other variables, including the seeds of its random
           streams. ``train`` is passed as ``training``.
@@ -105,7 +105,7 @@ class Models(Operators):
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is given, but the module has no argument for it. From apply:
                 params or state has a missing or unexpected name, or an array in params has a wrong
-                shape; in JAX, randomness without a key.
+                shape; in JAX, a module draws random numbers and no key is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

@@ -1,6 +1,6 @@
 """Formats texts and tables of reports for a terminal, and as HTML for a notebook.
 
-A report has one text, optionally with ANSI colors; `coloured` converts the escape sequences to HTML
+A report is a text, optionally with ANSI colors; `coloured` converts the escape sequences to HTML
 spans, so that a notebook shows the same text as a terminal. Mathematical characters that a
 terminal's encoding (ASCII, cp1252) lacks are spelled out.
 """

@@ -306,7 +306,7 @@ def batched(
 
     Args:
         rule: The rule of one example.
-        backend: Provides `vmap_list` and `vmap_extras`.
+        backend: An object with the methods `vmap_list` and `vmap_extras`.
         x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
             axis is summed over the batch.
         saved_axes: The batch axes of the residuals; None if all residuals are inputs and outputs,

@@ -37,7 +37,7 @@ class Outputs:
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is a single array.
         self._constants: dict[int, Any] = {}  # The leaves that are not arrays, by index.
-        self._rests: list[list[int]] = []  # First chunk's output shapes, without the axes in `axes`.
+        self._rests: list[list[int]] = []  # The first chunk's shapes, without the axes in `axes`.
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
 
     def same_as(self, number: int, others: range) -> None:
@@ -128,7 +128,7 @@ class Outputs:
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises an error if the leaf is not equal for all chunks."""
         known = self._constants.setdefault(k, leaf)
-        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # or both are NaN
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # two NaNs
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
         if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
             came = "the number of the chunk's examples" if counts else repr(leaf)

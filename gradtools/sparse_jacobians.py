@@ -95,7 +95,7 @@ def sparse_jacobian(
 def _verified(
     call: Call, values: Array, places: np.ndarray, signs: np.ndarray, product: Array
 ) -> Array:
-    """Returns the values of the entries if the pattern omits no entry.
+    """Returns `values` if the pattern omits no nonzero entry.
 
     The product of the sparse result with a random vector, the sum of `values * signs` at each of
     `places`, is compared with the true product. In a trace, where values cannot be read, all values
@@ -234,7 +234,7 @@ def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def _greedy(starts: bytes, indices: bytes, shape: tuple[int, int]) -> np.ndarray:
-    """Colors the columns of a CSR matrix so that columns of equal color share no row."""
+    """Returns the colors of a CSR matrix's columns; columns of equal color share no row."""
     import networkx
 
     at = np.frombuffer(indices, np.int64), np.frombuffer(starts, np.int64)

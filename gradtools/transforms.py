@@ -62,7 +62,7 @@ class Transforms(Operators):
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: F, verify: Verify = "first") -> F:
-        """Recomputes the intermediate results of f in the backward pass.
+        """Wraps f so that the backward pass recomputes the intermediate results of f.
 
         Checkpointing costs an additional forward pass of f and saves the memory of f's graph.
         PyTorch: f is recomputed as one chunk of `chunked`: random generators and the buffers of

@@ -79,7 +79,7 @@ class Batch:
     # --- reading
 
     def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
-        """Flattens an argument; with `converts`, also converts NumPy arrays to framework arrays."""
+        """Flattens an argument; if `converts` is true, NumPy arrays become framework arrays."""
         x, backend = argument.value, self.backend
         values, treedef, kinds = [x], None, ["array"]  # the common case, an array
         if type(x) is not backend.array_type and not backend.is_array(x):
@@ -115,7 +115,10 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """Checks that all split axes have equal length; returns the length and one split leaf."""
+        """Returns `(size, (i, leaf))`: the size of the split axes, and a split leaf of argument i.
+
+        leaf is None if argument i is a list of examples. Raises an error if the sizes differ.
+        """
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:

@@ -37,7 +37,7 @@ class GradientSpec:
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # The number of players that minimize f.
     opened: Any = None  # The call as rewritten by `Backend.opened`.
-    frozen: Any = None  # The function `frozen(f)`, if frozen.
+    frozen: Any = None  # The result of `frozen(f)`; None if mode is "auto".
 
 
 class Call:
@@ -218,7 +218,7 @@ class Call:
         return tuple(trees)
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
-        """Flattens one tree per differentiated argument, and checks the leaves.
+        """Flattens one tree per differentiated argument; raises an error if a tree does not match.
 
         what: The name of the trees in messages. For "tangent", messages name the trees "tangent 0"
             and so on; if the arguments have names, `what` is the name of the single tree.
@@ -294,7 +294,10 @@ class Call:
         return self.backend.unflatten(self._out_def, leaves)
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
-        """Returns the leaves of a cotangent tree that belong to `outs`, and checks them."""
+        """Returns the leaves of a cotangent tree that belong to `outs`.
+
+        Raises an error if the structure of the tree or a leaf does not match f's output.
+        """
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
             came = in_words(self.backend.flatten(tree)[1])

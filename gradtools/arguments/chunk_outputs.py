@@ -1,4 +1,4 @@
-"""The outputs of chunks: checks of their structure, and the output of the whole batch.
+"""Checks the outputs of the chunks, and builds the output of the whole batch.
 
 Outputs are concatenated along the axis of examples, so each output array must have one entry for
 each example.

@@ -42,7 +42,7 @@ def arguments_of_call(
     in_axes: Any,
     shared: Collection[int] | None = None,
 ) -> list[Argument]:
-    """Lists the positional arguments, then the keyword arguments, each with its axes.
+    """Returns the positional and then the keyword arguments of a call, each with its batch axes.
 
     shared: Positions of arguments that are shared unless in_axes names them. If `shared` is given,
         in_axes may be None.

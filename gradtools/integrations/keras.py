@@ -2,7 +2,7 @@
 
 Keras has a pure call, `stateless_call`, which takes the variables as a list; `make_functional`
 addresses the variables by path. Each gradtools backend provides a `KerasBackend`, which defines how
-arrays are detached, and how a key becomes the seeds of Keras' random streams.
+arrays are detached, and how the seeds of Keras' random streams are computed from a key.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Transformed(nnx.Module):
         self.module, self.make = module, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the transformed module."""
+        """Calls the function `make(module)` with the given arguments."""
         return self.make(self.module)(*args, **kwargs)
 
 

@@ -28,7 +28,7 @@ def available_backends() -> tuple[str, ...]:
     """Returns the backends whose framework is installed, without importing any of them.
 
     Returns:
-        A tuple of ``"torch"`` and ``"jax"``, in this order, if they can be imported.
+        A tuple that contains ``"torch"`` if PyTorch is installed and ``"jax"`` if JAX is installed.
 
     Example:
         >>> import gradtools

@@ -6,13 +6,14 @@
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
 
-With several ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean
-also run over the ranks, so the mean over all tokens is exact for any distribution of the tokens.
+With several ranks (processes in PyTorch, devices along a mapped axis in JAX), the numerator and the
+denominator of the mean are also summed over the ranks, so the mean over all tokens is exact for any
+distribution of the tokens.
 
-The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
-Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The Art of
-Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is large
-enough to change the sum (Dekker's sum, Numerische Mathematik 18, 1971).
+The buffer is `.grad` in PyTorch and a pytree in JAX; the backends' `accumulate.py` updates the
+buffer. Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The
+Art of Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is
+large enough to change the sum (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Accumulation(Operators):
     def GradientAccumulator(
         self, dtype: Any = None, compensated: bool = False
     ) -> GradientAccumulator:
-        """Creates a running weighted sum of gradients, which is thread-safe.
+        """Creates a thread-safe running weighted sum of gradients.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n, and `mean()` is the
         sum divided by w_1 + ... + w_n (the attribute `weight`). For chunks of unequal size, pass
@@ -53,7 +54,7 @@ class Accumulation(Operators):
                 16-bit gradients are added in float32 and rounded when the sum or mean is read.
             compensated: Whether to keep the rounding errors of the additions in a second buffer
                 (Kahan summation). The result is about as accurate as a sum in twice the precision,
-                at the cost of nine more additions per entry.
+                at the cost of nine more additions per array element.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -78,13 +79,13 @@ class Accumulation(Operators):
         are serialized by one lock, which does not guard against a simultaneous `backward()` or
         optimizer step. Gradients are copied and detached; hooks do not run, and
         DistributedDataParallel does not all-reduce the gradients. If the shape, dtype or path of
-        any entry does not match, an error is raised and no `.grad` is changed.
+        any gradient does not match, an error is raised and no `.grad` is changed.
 
         JAX: target is the buffer; the function writes nothing and returns the new buffer. The
         function works under jit. A program that uses the return value runs in both frameworks.
 
-        Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
-        entry of None leaves the corresponding subtree unchanged.
+        Only the buffers with a gradient in `grads` are changed: a dict in `grads` may contain some
+        of the target's keys, and None leaves the corresponding subtree unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
@@ -173,8 +174,9 @@ class GradientAccumulator:
     All methods may be called from many threads: a lock serializes them. The accumulator stores
     detached copies of the gradients and returns copies of the sums. In JAX, an accumulator must be
     created, filled and read outside of all transformations, or inside one traced function; in
-    PyTorch, the same applies to `torch.func` transforms. Otherwise an error is raised, because the
-    accumulator would leak a tracer, or would add gradients only while a function is traced.
+    PyTorch, the same applies to `torch.func` transforms. Using an accumulator across
+    transformations raises an error, because the accumulator would leak a tracer, or would add
+    gradients only while a function is traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -207,12 +209,12 @@ class GradientAccumulator:
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
-            leaf that is not a gradient, or belongs to another transformation; weight is not a real
-            scalar.
+            leaf that is not a gradient; weight is not a real scalar; the accumulator was created in
+            another transformation.
         """
         self._check_trace("add")
         w = self._weight(weight)
-        with self._lock:  # dict keys are in the order of the first term
+        with self._lock:  # `_term` orders dict keys as in the first term
             term = self._term(grads, w)
             self._state = self._first(term) if self._state is None else self._after(term)
 
@@ -270,13 +272,13 @@ class GradientAccumulator:
         return self._result(treedef, self._over(sums, weight), dtypes)
 
     def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
-        """Casts the values to the result dtypes and unflattens them to a pytree."""
+        """Casts the values to the dtypes of the results and unflattens the values to a pytree."""
         pairs = zip(values, dtypes, strict=True)
         cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
         return self._backend.unflatten(treedef, cast)
 
     def reset(self) -> None:
-        """Resets the accumulator; the next `add` may have another structure."""
+        """Empties the accumulator; the next gradients to be added may have another structure."""
         self._check_trace("reset")
         with self._lock:
             self._state = None
@@ -317,7 +319,7 @@ class GradientAccumulator:
         return tuple(self._backend.leaf_paths(whole))
 
     def _weighted(self, paths: Sequence[str], term: State) -> list[Any]:
-        """Multiplies the arrays by the weight, in the accumulator's dtype."""
+        """Multiplies the gradients of a term by the weight, in the accumulator's dtype."""
         cast, zeros_like = list[Any](), self._backend.zeros_like
         for path, x in zip(paths, term.totals, strict=True):
             name = self._precision or _WIDE.get(self._name(x))
@@ -454,7 +456,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """Returns the name of a floating dtype: a string, or a NumPy, PyTorch or JAX dtype."""
+    """Returns the name of a floating dtype of NumPy, PyTorch or JAX; returns None for None."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

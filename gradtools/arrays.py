@@ -1,7 +1,7 @@
 """Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
 
 Conversions preserve the dtype of an array. Random functions take an explicit key. The backends'
-``arrays.py`` implement the operators with the conversions below.
+``arrays.py`` implement the operators and call `as_numpy` and `as_seed`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ArraysAndKeys(Operators):
         return self._backend.xp
 
     def asarray(self, x: Any) -> Array:
-        """Converts x to an array of the framework with the dtype that NumPy gives x.
+        """Converts x to an array of the framework, with the dtype of ``numpy.asarray(x)``.
 
         An array of the framework is returned unchanged; any other result does not share memory with
-        x. Python numbers and lists of numbers get the framework's default dtype.
+        x. Python numbers and lists of numbers get the framework's default dtype instead.
 
         Args:
             x: A NumPy array or scalar of any shape (including bfloat16 and float8 of ml_dtypes), a
@@ -48,8 +48,8 @@ class ArraysAndKeys(Operators):
 
         Raises:
             GradtoolsError: The backend does not support the dtype: float64, int64 and complex128 in
-                JAX without x64, extended precision in both frameworks. Or x cannot be converted to
-                an array of numbers.
+                JAX without x64, and extended precision in both frameworks; or x cannot be converted
+                to an array of numbers.
 
         Example:
             >>> gt.to_numpy(gt.asarray(np.array([1, 2], np.int16)))
@@ -125,7 +125,7 @@ class ArraysAndKeys(Operators):
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether x is a Python number or a list of Python numbers, which are weakly typed."""
+    """Returns whether x is a Python number, or a list or tuple of Python numbers."""
     if isinstance(x, (list, tuple)):
         return all(is_plain(item) for item in x)
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T", bound=Any)  # with this bound, type checkers accept a lambda
+T = TypeVar("T", bound=Any)  # this bound lets type checkers accept a lambda
 Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)
 """The operator that calls the default `linearize`, for error messages; None outside of a call."""
@@ -51,8 +51,8 @@ class Evaluation:
     Attributes:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
-        pullback: Maps cotangents of outs (None for zero) to cotangents of the leaves (None if the
-            outputs do not depend on the leaf).
+        pullback: Maps the cotangents of outs (each may be None, for zero) to the cotangents of the
+            leaves (None if the outputs do not depend on a leaf).
         nested: Whether fun itself computed a derivative. This derivative may be constant with
             respect to a leaf, so None in the pullback's result then means zero.
         checked: Whether None in the pullback's result means that the outputs do not depend on a
@@ -137,10 +137,10 @@ class Differentiation(Arrays):
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """Computes the outputs once and many output tangents, without storing a graph.
+        """Returns `(outs, extras, pushed)`, with one list of output tangents per entry of `many`.
 
-        Fused attention is replaced by plain operations; other operations without forward mode raise
-        an error.
+        PyTorch's implementation stores no graph, replaces fused attention by plain operations, and
+        raises an error for other operations without forward mode.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -148,7 +148,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Linearizes fun; returns `(outs, extras, pushforward)`, by default from a pullback."""
+        """Linearizes fun; returns `(outs, extras, pushforward)`, by default by transposition."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -173,11 +173,11 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """Calls `fun(*args)`; a backend may mark its stop_gradient operations as gradtools' own."""
+        """Calls `fun(*args)`; a backend may mark fun's stop_gradient operations as internal."""
         return fun(*args)
 
     def reached(self, fun: Fun, leaves: list[Array]) -> list[bool]:
-        """Returns whether each leaf reaches fun's outputs; True if unknown or of no interest."""
+        """Returns, for each leaf, whether fun's outputs depend on the leaf; True if unknown."""
         result = self.vjp(fun, leaves, groups=[1] * len(leaves), once=True)
         grads = result.pullback([self.ones_like(y) for y in result.outs])
         return [not result.checked or g is not None for g in grads]
@@ -192,7 +192,7 @@ class Differentiation(Arrays):
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
     def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
-        """Applies the pullback of fun at xs to the cotangents `cts` (None for zero)."""
+        """Applies the pullback of fun at xs to the cotangents `cts`, where None means zero."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
         return self.filled(result.pullback(cts), xs)
 
@@ -201,7 +201,7 @@ class Differentiation(Arrays):
         return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """Calls `fun(*xs)`; raises an error immediately if fun has no derivative."""
+        """Calls `fun(*xs)`; a backend may raise an error immediately if fun has no derivative."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
@@ -247,7 +247,7 @@ class Differentiation(Arrays):
         return lambda results, select=None: results
 
     traces_marks = False
-    """Whether `retain_gradient` is traced as an operation outside of `retained_gradients`, too."""
+    """Whether `retain_gradient` is traced as an operation even outside of `retained_gradients`."""
 
     def marked(self, xs: list[Array], mark: Mark) -> list[Array]:
         """Adds zero arrays, whose gradients are retained, to the leaves of a marked value."""
@@ -258,8 +258,8 @@ class Differentiation(Arrays):
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
         """Evaluates the call at its leaves and at one array for each marked leaf.
 
-        Also returns the marks and the arrays of the marked leaves. By default, one more evaluation
-        of the call determines the shapes of the arrays.
+        Also returns the marks and the arrays of the marked leaves. By default, an additional
+        evaluation of the call determines the shapes of the arrays.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()
@@ -273,7 +273,7 @@ class Differentiation(Arrays):
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function that resets random state before each of `count` evaluations."""
+        """Returns a function to call before each of `count` evaluations; it resets random state."""
         return lambda: None
 
     def map_batches(
@@ -329,7 +329,7 @@ class Rules(Differentiation):
     cg = LazyMember("linear_solvers", operator="implicit_solution")
     gmres = LazyMember("linear_solvers", operator="implicit_solution")
     dense = LazyMember("linear_solvers", operator="implicit_solution")
-    """Linear solvers: `cg(matvec, b)` returns x with `matvec(x) = b`, for real vectors."""
+    """Linear solvers for real vectors: `cg(matvec, b)` returns x with `matvec(x) = b`."""
 
     compiles_rules = False
     """Whether a rule's maps are compiled only once; numbers that vary must then be arguments."""
@@ -370,7 +370,7 @@ class Rules(Differentiation):
 
 
 class Compiler:
-    """The interface to a compiler that traces Python (dynamo); by default no-ops."""
+    """The interface to a compiler that traces Python (dynamo); by default, none is active."""
 
     def is_tracing(self) -> bool:
         """Returns whether the compiler is tracing the caller."""
@@ -389,12 +389,12 @@ class Compiler:
 
 
 class Programs(Rules):
-    """Backend members for compilers, modules, vmap and host kernels; by default no-ops."""
+    """Backend members for compilers, modules, vmap and host kernels."""
 
     compiler = Compiler()
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
-        """Returns a fast path for calls of a custom rule or host function; None if there is none.
+        """Returns a fast path for calls of a custom rule or host function, or None by default.
 
         The fast path takes the dynamic and the static arguments, as `Parameters.bound` splits them,
         and returns NotImplemented for a call that it does not support. For a host function, the
@@ -416,17 +416,17 @@ class Programs(Rules):
         return f(args)
 
     def hint_at_traced_value(self, error: Exception) -> str:
-        """Returns the advice for a framework's error that f needs a traced value; "" for others."""
+        """Returns advice if f failed because it reads the value of a traced array; otherwise ""."""
         return ""
 
     call_kernel = LazyMember("host", operator="host_function")
-    """Calls a host kernel inside the framework's program; its results have no derivative."""
+    """Calls a host kernel in the framework's program; the kernel's results have no derivative."""
 
     all_gather = LazyMember("gathering")
     random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:
-        """Converts a concrete scalar to a Python number; a traced scalar remains an array."""
+        """Converts an array of shape () to a Python number; returns any other x unchanged."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
 
@@ -445,7 +445,7 @@ class Recomputation(Programs):
     def sum_chunks(
         self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
     ) -> tuple[list[Array], list[Array]]:
-        """Sums the output leaves over chunks, without recomputation; returns sums and carry.
+        """Sums the output leaves over chunks, without recomputation; returns `(sums, carry)`.
 
         weigh: If `weighs_sums`, each term is `weigh(w, x)`. The first leaf of each chunk is its
             weight, and the result is the sum of the weights and the weighted means.

@@ -52,7 +52,7 @@ class Arrays(ABC):
         """Flattens a tree; dict keys are in the order of `treedef` if it has the same keys."""
         leaves, own = self.flatten(tree)
         if not is_same(own, treedef) and own.num_leaves == treedef.num_leaves:
-            with suppress(ValueError, TypeError):  # trees of different structures
+            with suppress(ValueError, TypeError):  # raised for trees of different structures
                 return self.flatten(self.unflatten(treedef, treedef.flatten_up_to(tree)))
         return leaves, own
 
@@ -143,7 +143,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """Returns xs * min(1, bound / norm), or None if the backend has no fast implementation."""
+        """Returns xs * min(1, bound / norm), with the norm of all xs; None if not implemented."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

@@ -48,7 +48,7 @@ def user_facing(fun: F) -> F:
 
 
 def user_facing_methods(cls: C) -> C:
-    """Class decorator: makes every public method `user_facing`."""
+    """Makes every public method of a class `user_facing`; used as a class decorator."""
     for name, member in list(vars(cls).items()):
         if isinstance(member, FunctionType) and not name.startswith("_"):
             setattr(cls, name, user_facing(member))
@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Copies f's name, signature and docstring to `call`; the result can be pickled if f can.
+    """Returns `call` with f's name, signature and docstring; it can be pickled if f can be pickled.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """

@@ -5,13 +5,14 @@ For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
 The gradient is a sum over chunks, and c_i depends only on the outputs of f. The first pass keeps
-the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and pulls
-its c_i back (Gao et al., Scaling deep contrastive learning batch size under memory limited setup,
-2021, for contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs
-4F.
+the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and applies
+its pullback to c_i (Gao et al., Scaling deep contrastive learning batch size under memory limited
+setup, 2021, for contrastive losses). If a forward pass costs F and a backward pass costs 2F, the
+gradient costs 4F.
 
 This module reads the arguments of a call, and `arguments/chunks.py` splits the arguments into
-chunks. The backends' `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
+chunks. The backends' `chunking.py` run and recompute the chunks, in PyTorch with
+`recomputation.py`.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Chunking(Operators):
         one module, at the same time.
 
         JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
-        recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
-        saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph, as
-        with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
+        recomputation runs the same program, so `verify` has no effect. Results of `pure_callback`
+        are saved and not recomputed. A second derivative (nested `grad`) keeps every chunk's graph,
+        as with `jax.checkpoint`, unless f is wrapped in `checkpoint`. Pass random keys with
         `key_argnums` and changing state with `carry_argnums`; the state of flax.nnx modules is
         carried, not differentiated, and written back. Call the chunked function under jit:
         otherwise each call traces f again.
@@ -91,17 +92,18 @@ class Chunking(Operators):
             f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
                 array has one entry per example of the chunk, along its axis in `out_axes`. Each
                 entry must be computed from its own example only; otherwise the result is the result
-                of the loop over the chunks. A table of all pairs in f contains the pairs of one
-                chunk.
+                of the loop over the chunks. If f compares all pairs of examples, only pairs within
+                one chunk are compared.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
-                positional argument, or a dict from f's parameters to axes. None passes the argument
-                whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
-                entry, including keyword arguments, are split along axis 0; scalars and non-arrays
-                are shared. A list is treated as a list of examples: f gets slices of the list.
+                positional argument, or a dict from f's parameters to axes. None passes the whole
+                argument to every chunk; a pytree argument may have a pytree of axes. Arguments
+                without an entry, including keyword arguments, are split along axis 0; scalars and
+                non-arrays are shared. A list is treated as a list of examples: f gets slices of the
+                list.
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
-            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and the chunked function also returns such a pair. Several
                 carries form a tuple. Carries are not differentiated.
@@ -204,9 +206,9 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        Both equal the results on the full batch, even if the last chunk is smaller or token counts
-        differ. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
-        recomputed.
+        The value and the gradients equal the results on the full batch, even if the last chunk is
+        smaller or token counts differ. Unlike in `chunked`, each chunk's backward pass runs
+        immediately: nothing is recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -216,13 +218,13 @@ class Chunking(Operators):
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
             reduction: Whether f returns the mean or the sum over the examples of a chunk.
-            weights: The weights of a mean that is not over examples: one weight per example (such
-                as its number of tokens), split with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight (it gets the keyword arguments for which it has
-                parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
+            weights: The weights of a mean in which examples have different weights: one weight per
+                example (such as its number of tokens), split with the batch, or a function of a
+                chunk's arguments that returns the chunk's weight (it gets the keyword arguments for
+                which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss.
-            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
                 where several carries form a tuple. Carries are not differentiated.
@@ -262,12 +264,12 @@ class Chunking(Operators):
         return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
-        """Returns whether f is being recomputed. Hooks with side effects can call this function.
+        """Returns whether a function is being recomputed, for hooks with side effects.
 
         In JAX, which has no hooks, the result is always False.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked`, `checkpoint` or
+            True inside a function f and the hooks of f's modules while `chunked`, `checkpoint` or
             `frozen` recomputes f.
 
         Example:
@@ -292,7 +294,7 @@ class _Microbatches:
     carry_argnums: Argnums
 
     def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Sums the chunks' weighted terms and divides by the sum of the weights."""
+        """Sums the terms of all chunks; for a mean, divides the sum by the sum of the weights."""
         backend, has_aux, is_mean = self.backend, self.has_aux, self.reduction == "mean"
         positions = normalized_argnums(_MICROBATCHED, self.argnums, len(args))
         opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
@@ -385,7 +387,7 @@ class _Microbatches:
     def _metrics(self, aux: Any, known: list[Any]) -> Any:
         """Checks that f's aux consists of numeric arrays, which are reduced like the loss.
 
-        known: The structure and the shapes in an earlier chunk, if there was an earlier chunk.
+        known: The structure and the shapes of aux in an earlier chunk; empty for the first chunk.
         """
         backend = self.backend
         leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)
@@ -417,7 +419,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns a chunk's weight: its size, the sum of `given`, or the result of `weights`."""
+        """Returns a chunk's weight: `size`, the sum of `given`, or the result of `self.weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend

@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def backends(_: argparse.Namespace) -> int:
-    """Prints which frameworks are installed."""
+    """Prints the installed frameworks and their versions; returns the exit status."""
     packages = {"torch": ("torch", "array-api-compat"), "jax": ("jax", "jaxlib", "flax", "optax")}
     for backend, names in packages.items():
         line = f'not installed: pip install "gradtools[{backend}]"'

@@ -1,4 +1,4 @@
-"""Defines the rule of `clip_gradient`, which clips each modulus and then the global norm.
+"""Defines the rule of `clip_gradient`, which clips the modulus of each entry and the norm.
 
 x' = c(y'),    c(y')_i = y'_i min(1, max_value / |y'_i|), then times min(1, max_norm / |y'|)
 """
@@ -71,7 +71,8 @@ def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 only if all are zero
+    # The lower bound 0.5 prevents a division by zero if all cotangents are zero.
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))
     bound = backend.real_scalar(bound, size)
     inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)
@@ -83,7 +84,7 @@ def _of_all(xp: Any, reduce: Callable[[Array], Array], numbers: list[Array]) -> 
 
 
 def _wide(backend: Backend, ct: Array) -> Array:
-    """Casts 16-bit leaves to float32, for an accurate sum of squares."""
+    """Casts a 16-bit cotangent to float32, for an accurate sum of squares."""
     narrow = backend.dtype_name(ct) in ("float16", "bfloat16")
     return backend.cast(ct, "float32") if narrow else ct
 
@@ -97,7 +98,7 @@ def _squares(backend: Backend, ct: Array) -> Array:
 
 
 def _nan_if_negative(backend: Backend, bound: Array) -> Array:
-    """Returns NaN for a negative bound, which would reverse the gradient."""
+    """Returns the bound, or NaN in place of a negative bound, which would reverse the gradient."""
     xp = backend.xp
     return xp.where(bound < 0, xp.full_like(bound, xp.nan), bound)
 
@@ -125,7 +126,7 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
 
 
 def _known_number(backend: Backend, x: Any) -> Any:
-    """Returns the number in a scalar array; None if it is traced or on an accelerator."""
+    """Returns the number x, or the number in an array x; returns None if it is not on the host."""
     if backend.compiler.is_tracing():
         return None
     return backend.number_on_host(x) if backend.is_array(x) else x

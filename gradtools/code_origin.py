@@ -1,8 +1,8 @@
 """Classifies code by origin, and finds the user's line in a stack, an error or a function.
 
 The file of a code object determines its origin: the user, an installed package, or a library (the
-frameworks, the standard library, gradtools). This module contains all inspection of frames and
-tracebacks. The results are used to name the user's line in messages and graphs, to filter
+frameworks, the standard library, gradtools). Other modules inspect frames and tracebacks
+with these functions. The results are used to name the user's line in messages and graphs, to filter
 tracebacks, to distinguish errors of a framework from errors of the user's code, and to restrict the
 search for mutable state to the user's code.
 """
@@ -149,7 +149,7 @@ def module_of(frame: FrameType) -> str:
 
 
 def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
-    """Yields module, name and `self` of each call below the user's innermost line."""
+    """Yields module, function name and `self` of each call below the user's innermost line."""
     for frame, _ in lines:
         if whose_frame(frame) == USER:
             return
@@ -177,7 +177,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the user's innermost line of a traceback in parentheses, or "" if there is none."""
+    """Returns the user's innermost line in an error's traceback, in parentheses, or "" if none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -205,7 +205,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
 
 def definition_of(f: Any) -> Source | None:
-    """Returns the line at which a Python function is defined."""
+    """Returns the line at which a Python function is defined, or None if f has no Python code."""
     code = getattr(f, "__code__", None)
     return None if code is None else _source(code, code.co_firstlineno)
 

@@ -23,7 +23,7 @@ _OF = {"torch": "torch", **dict.fromkeys(("jax", "jaxlib", "flax", "equinox", "o
 
 
 def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], ModuleType]:
-    """Returns a command's function, its arguments, and its framework's namespace."""
+    """Returns a command's function, its arguments, and `gradtools.torch` or `gradtools.jax`."""
     f = named(options.function)
     gt = import_module(f"gradtools.{options.backend or _framework_of(f, options.function)}")
     arrays = arrays_given(options.args, options.shapes, options.seed, "float32")
@@ -74,7 +74,7 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of a file, or random arrays; returns () without a file and shapes.
+    """Returns the arrays in a file, or random arrays; returns () if both file and shapes are None.
 
     Args:
         file: A .npz file, whose arrays are used in order, or a .npy file.

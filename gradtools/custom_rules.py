@@ -70,9 +70,9 @@ class CustomRules(Operators):
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
                 differs from f's in structure, shape or dtype; a cotangent differs from its
-                argument, or a tangent from its output, in structure, shape or dtype; a rule that is
-                transposed for the other mode is not linear; a rule closes over an array that is
-                differentiated. `gradtools.testing.check_rule` finds other mistakes.
+                argument, or a tangent differs from its output, in structure, shape or dtype; a rule
+                that is transposed for the other mode is not linear; a rule closes over an array
+                that is differentiated. `gradtools.testing.check_rule` finds other mistakes.
 
         Example:
             >>> @gt.custom_rule
@@ -109,7 +109,7 @@ _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 class CustomRule:
     """A function with a custom rule; see `custom_rule`.
 
-    Setting an attribute after a call clears the caches of earlier calls.
+    Setting one of these attributes after a call clears the caches of earlier calls.
 
     Attributes:
         fun: The function that computes the value.
@@ -202,8 +202,8 @@ class CustomRule:
         Args:
             fwd: `fwd(*args)` returns the output and the residuals for bwd; the residuals may be any
                 pytree.
-            bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
-                not static. Static arguments come first in the arguments of fwd and bwd. bwd must
+            bwd: `bwd(residuals, cotangent)` returns a tuple with one entry for each argument that
+                is not static. Static arguments come first in the arguments of fwd and bwd. bwd must
                 not write into the residuals or the cotangent in place; clone them first.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
                 and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
@@ -288,7 +288,7 @@ class CustomRule:
             raise
 
     def _note(self, error: Exception) -> None:
-        """Adds a note to an error of a forward rule that computes with its tuples of arguments."""
+        """Adds a note to an error of a forward rule that uses its argument tuples like arrays."""
         code = getattr(self.jvp, "__code__", None)
         tuples = isinstance(error, TypeError | AttributeError) and "tuple" in str(error)
         if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):
@@ -319,7 +319,7 @@ class CustomRule:
                 self._specializations.pop(self._transient.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Splits the arguments into `(statics, rest)`; errors name the function."""
+        """Splits the arguments into `(statics, rest)`; error messages name the function."""
         try:
             return self._binding.bound(args, kwargs)
         except TypeError as error:
@@ -338,7 +338,7 @@ class CustomRule:
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
-        if avals:  # a symbolic length may be concrete in the call
+        if avals:  # `outs` may have None for a length that is concrete in `avals`
             return specialized.newest
         return self._backend.static_treedef(specialized.newest)
 
@@ -411,7 +411,7 @@ class CustomRule:
         )
 
     def _user_functions(self, specialized: Specialization) -> tuple[Any, ...]:
-        """Returns f and the rule's functions, which may close over arrays; see `Rule`."""
+        """Returns f, static arguments and rule functions, which may contain arrays; see `Rule`."""
         return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Specialization:
-    """A custom rule for fixed static arguments and tree structure, as functions of flat arrays.
+    """A custom rule, converted to functions of flat arrays for one tree structure.
 
     Attributes:
         of: The custom rule.
@@ -104,7 +104,10 @@ class Specialization:
         return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
     def _check_output(self, xs: Sequence[Array], avals: Any, out: Any, who: str) -> bool:
-        """Checks an output against f's output; returns False if f's shapes are unknown."""
+        """Raises an error if `out` does not match f's output in structure, shapes and dtypes.
+
+        Returns False if f's output is unknown, so that `out` cannot be checked.
+        """
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -203,7 +206,10 @@ class Specialization:
         return self.backend.unflatten(self.treedef, refilled(full, primals))
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
-        """Flattens bwd's cotangents, one for each array, and checks them against `like`."""
+        """Flattens bwd's cotangents, one for each array.
+
+        Raises an error if a cotangent does not have the shape and dtype in `like`.
+        """
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]

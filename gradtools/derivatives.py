@@ -378,7 +378,7 @@ class Derivatives(Operators):
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent per primal and may be called
             many times. `linearize` uses as much memory as `vjp`; for a single tangent, `jvp` uses
-            less.
+            less memory.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a tangent does not match its primal.
@@ -438,7 +438,7 @@ class Derivatives(Operators):
                 positional argument, or a dict from f's parameters to axes, where None shares an
                 argument. If None, the arguments in argnums are shared, and every array of the other
                 arguments is split on axis 0. Arguments without an entry, including keyword
-                arguments, are split on axis 0; arrays without axes and non-arrays are shared.
+                arguments, are split on axis 0; arrays of shape () and non-arrays are shared.
             chunk_size: The number of examples per chunk; by default, all examples. If 1, a loop
                 without vmap is run: a Python loop in PyTorch, which supports any eager code, or
                 `lax.map` in JAX.
@@ -572,7 +572,7 @@ class Derivatives(Operators):
 def derivative_function(
     operator: str, f: Any, argnums: Any, call: partial[Any]
 ) -> Callable[..., Any]:
-    """Names `call` after f, like "grad(f)", and checks f and argnums."""
+    """Returns `call` with a name such as "grad(f)"; raises an error if f or argnums is invalid."""
     if not callable(f):
         check_function(operator, f)
     if type(argnums) is not int:

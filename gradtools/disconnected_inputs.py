@@ -21,7 +21,7 @@ _WITH_POLICY = ("grad", "value_and_grad")  # operators with disconnected_inputs
 
 
 is_missing = partial(operator.is_, None)
-"""Returns whether a leaf has no cotangent."""
+"""Returns whether the cotangent of a leaf is None."""
 
 
 def check_connected(

@@ -5,8 +5,8 @@ Each edit is a rule whose primal is the identity, y = x. The edits differ in the
     reverse, scale    x' = s y'          linear: both modes, every order
     straight_through  x' = J_g^H y'      linear, with a surrogate g
     clip              x' = c(y')         not linear: reverse mode only
-    transform         x' = fn(y')        the same
-    replace           x' = dx            the same
+    transform         x' = fn(y')        not linear: reverse mode only
+    replace           x' = dx            not linear: reverse mode only
 
 A second derivative passes through the edit again: with scale s the Hessian of f(scale(x)) is s^2
 f''.
@@ -43,7 +43,7 @@ SCALE = Rule(
     saves=(1,),
     reaches="identity",
 )
-"""Rule with inputs x and s; dy = s dx."""
+"""A rule with inputs x and s: y = x, dy = s dx."""
 
 STRAIGHT_THROUGH = Rule(
     "straight_through",
@@ -54,7 +54,7 @@ STRAIGHT_THROUGH = Rule(
     saves=(),
     reaches="identity",
 )
-"""Rule with inputs y and s: the value of y with the derivative of s."""
+"""A rule with inputs y and s, which returns y with the derivative of s."""
 
 THROUGH = Rule(
     "straight_through",
@@ -64,7 +64,7 @@ THROUGH = Rule(
     saves=(),
     reaches="identity",
 )
-"""`STRAIGHT_THROUGH` with a known value and s as its only input; see `Backend.edited`."""
+"""`STRAIGHT_THROUGH` with s as its only input; each call passes the value to `Backend.edited`."""
 
 TRANSFORM = Rule(
     "transform_gradient",
@@ -74,7 +74,7 @@ TRANSFORM = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Rule with input x; each call passes its own cotangent map; see `Backend.edited`."""
+"""A rule with input x; each call passes a cotangent map to `Backend.edited`."""
 
 REPLACE_COTANGENT = Rule(
     "replace_gradient",
@@ -85,7 +85,7 @@ REPLACE_COTANGENT = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Rule with inputs x and dx; the cotangent of x is dx, independent of the incoming cotangent."""
+"""A rule with inputs x and dx; the cotangent of x is dx for every incoming cotangent."""
 
 
 # --- the public edits --------------------------------------------------------------------
@@ -105,9 +105,9 @@ class Edits(Operators):
     def reverse_gradient(self, x: T, scale: RealLike = 1.0) -> T:
         """Reverses the gradient that flows through x: y = x, dy = -scale dx.
 
-        The edit is linear, so it works in forward and reverse mode, at every order and in every
-        combination. At second order the factor is squared: the Hessian of f(reverse_gradient(x)) is
-        scale^2 f''.
+        The edit is linear, so it supports derivatives of every order in every combination of
+        forward and reverse mode. At second order the factor is squared: the Hessian of
+        f(reverse_gradient(x)) is scale^2 f''.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex are unchanged.
@@ -336,8 +336,8 @@ class Edits(Operators):
         """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
         If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
-        zero. The replacement is made leaf by leaf and supports reverse mode only. The gradient may
-        itself be differentiated with respect to dx.
+        zero. Each leaf is replaced separately. The edit supports reverse mode only. The gradient
+        may itself be differentiated with respect to dx.
 
         Args:
             x: A pytree of arrays.
@@ -381,8 +381,8 @@ class Edits(Operators):
     ) -> Callable[P, R]:
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
-        The derivative is correct in both modes and at every order; f itself is never differentiated
-        and gets detached inputs. f may be a NumPy function.
+        The derivative is correct in forward and reverse mode and at every order; f itself is never
+        differentiated and gets detached inputs. f may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
@@ -438,7 +438,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Raises an error if x is an opaque object, whose arrays would silently not be edited."""
+    """Raises an error if x is an opaque object, because arrays in the object are not edited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
     if not isinstance(x, str | int | float | complex):
@@ -470,7 +470,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """Flattens the result of `fn`, and checks its leaves against the cotangents."""
+    """Flattens `tree`, the result of `fn`; rejects a leaf that does not match its cotangent."""
     expected = backend.flatten(like)[1]
     leaves, treedef = backend.flatten_like(expected, tree)
     if not is_same(treedef, expected):
@@ -487,7 +487,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
 
 
 class _StraightThrough:
-    """Callable for `straight_through(f, surrogate)`, with a repr that names both functions."""
+    """The function that `straight_through(f, surrogate)` returns; its repr names both functions."""
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate

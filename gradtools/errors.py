@@ -28,7 +28,7 @@ class DerivativeError(GradtoolsError, AssertionError):
 
 
 class Refusal(GradtoolsError):
-    """A `GradtoolsError` that also is a built-in exception; tracebacks print `GradtoolsError`."""
+    """A `GradtoolsError` that is also a built-in exception; tracebacks print `GradtoolsError`."""
 
     def __init_subclass__(cls) -> None:
         cls.__qualname__ = "GradtoolsError"
@@ -38,19 +38,19 @@ class Refusal(GradtoolsError):
 
 
 class RuntimeRefusal(Refusal, RuntimeError):
-    """A RuntimeError of a framework, with a better message."""
+    """Raised in place of a framework's RuntimeError, with a message that names the fix."""
 
 
 class NotImplementedRefusal(Refusal, NotImplementedError):
-    """A NotImplementedError of a framework, with a better message."""
+    """Raised in place of a framework's NotImplementedError, with a message that names the fix."""
 
 
 class TypeRefusal(Refusal, TypeError):
-    """A TypeError with a better message."""
+    """Raised in place of a TypeError, with a message that names the fix."""
 
 
 class ValueRefusal(Refusal, ValueError):
-    """A ValueError of a framework, with a better message."""
+    """Raised in place of a framework's ValueError, with a message that names the fix."""
 
 
 class GradtoolsWarning(UserWarning):

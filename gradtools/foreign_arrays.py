@@ -1,8 +1,9 @@
 """Rejects arrays of the other framework, which PyTorch and JAX would treat as constants.
 
-For example, `gradtools.torch.reverse_gradient` of a `jax.Array` would silently have no effect.
-Operators detect foreign arrays when they flatten an argument (`integrations/containers.py`). The
-other framework is looked up in `sys.modules`, and never imported.
+For example, without this check `gradtools.torch.reverse_gradient` would have no effect on a
+`jax.Array`. Operators detect foreign arrays when they flatten an argument
+(`integrations/containers.py`). The other framework is looked up in `sys.modules`, and never
+imported.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ stores no graph. The derivative of <u, J^H v> along z is the tangent of the pull
 
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
-since both sides equal the same second derivative of <v, G(z)>. This derivative is computed forward
+since both sides equal H u, where H is the Hessian of <v, G(z)>. This derivative is computed forward
 over reverse, with the memory of one graph of G. Double backward would keep a graph of G and a graph
 of its pullback for each call until the second derivative is computed.
 
@@ -30,12 +30,12 @@ _ONE = Partition(1, 1)  # a call of a frozen function is one chunk
 
 
 def name_of_function(caller: str) -> str:
-    """Returns the name of the frozen function in the errors of the operator `caller`."""
+    """Returns the name of the frozen function in error messages of the operator `caller`."""
     return "G" if caller == "frozen" else "f"
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
-    """Returns the error for a second derivative of a G that contains an edit.
+    """Returns the error for a second derivative of a frozen function that contains an edit.
 
     The derivatives with respect to the arguments and to G's output are computed separately, so a
     nonlinear edit would be applied to each derivative instead of their sum.
@@ -108,7 +108,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """Returns `frozen(G)` on behalf of the operator `caller`; errors name the caller and G."""
+        """Returns `frozen(G)` on behalf of the operator `caller`, which error messages name."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

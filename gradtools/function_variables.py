@@ -67,7 +67,7 @@ def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Returns the objects of given classes that a function or container refers to, each once."""
+    """Returns the objects of the given classes to which a function or container refers."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]

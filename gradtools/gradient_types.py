@@ -66,7 +66,7 @@ class Gradient(Protocol[T_co, P]):
 
 
 class ValueAndGradient(Protocol[T_co, P, R_co]):
-    """The type of `value_and_grad(f)`, which returns f's output and its gradient."""
+    """The type of `value_and_grad(f)`, which returns the output and the gradient of f."""
 
     @overload
     def __call__(

@@ -8,7 +8,7 @@ the Hessian:
     along dx is the Hessian of Re<c, f(x)> times dx, which equals the pullback of dx through bwd,
     since a Hessian is symmetric.
 
-A linear kernel A and its adjoint need no rule: dy = A dx and x' = A^H y' are again linear kernels,
+A linear kernel A with an adjoint needs no rule: dy = A dx and x' = A^H y' are again linear kernels,
 at every order.
 """
 
@@ -120,7 +120,7 @@ class HostFunctions(Operators):
 
 
 class HostFunction(CustomRule):
-    """A kernel in the framework's program with a rule; see `host_function`.
+    """A function that runs a kernel in the framework's program; see `host_function`.
 
     Attributes:
         kernel: The kernel, and the specs of its results.
@@ -167,7 +167,7 @@ class HostFunction(CustomRule):
         if self.bwd is None:
             return rule
         specialized.refined = partial(_maps_as_rules, self, specialized, {})
-        # The maps are rules of all cotangents, so fwd must treat every input as perturbed.
+        # The maps compute the cotangents of all inputs, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
 
@@ -234,7 +234,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
 
 
 def _adjoint_at(host: HostFunction, ct: Any, out: Any) -> Any:
-    """Calls the adjoint of a kernel at a cotangent; adds a note to its errors."""
+    """Calls a kernel's adjoint with the cotangent `ct`; adds a note to errors of the adjoint."""
     assert host.adjoint is not None
     try:
         return host.adjoint(ct)
@@ -349,7 +349,7 @@ class _KernelMaps:
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """Returns the entries that belong to differentiated inputs."""
+        """Returns the entries of xs that belong to floating and complex inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x
@@ -363,7 +363,7 @@ class _KernelMaps:
         ]
 
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
-        """Evaluates `pulled` as a function of differentiated inputs; residuals are recomputed."""
+        """Evaluates `pulled` at the differentiated inputs `values`; recomputes the residuals."""
         at = everything = replaced_where(xs, self.moving, values)
         if any(i >= self.n for i in self.saves):
             result = self.specialized.linearize(*at)
@@ -415,7 +415,7 @@ class _KernelMaps:
         return [*spread(dxs, self.moving), *[None] * self.k, *dcts]
 
     def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
-        """Pulls vs back through `pulled`, to the differentiated inputs and to the cotangents."""
+        """Applies the pullback of `pulled` to vs; returns cotangents of inputs and of `cts`."""
         run = lambda *values: self.evaluated(xs, values[: len(at)], values[len(at) :])
         result = self.backend.pull(run, [*at, *cts], vs)
         return result[: len(at)], result[len(at) :]

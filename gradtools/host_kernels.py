@@ -3,8 +3,8 @@
 A framework that traces a program needs the shape and dtype of a kernel's result before it runs the
 kernel. An `ArraySpec` declares the shape and dtype, and `KernelCall` checks each result against its
 spec, because the framework could cast or misinterpret the result. Under vmap a kernel is called
-once per example, or once with the batch axis in front of every argument. A kernel has no
-derivative. `torch/host.py` and `jax/host.py` contain the calls in the frameworks' programs.
+once per example, or once with leading batch axes on every argument. A kernel has no
+derivative. `torch/host.py` and `jax/host.py` embed kernel calls in the frameworks' programs.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class KernelCall:
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
-        """Checks and copies the kernel's results.
+        """Returns copies of the kernel's results; rejects results that differ from their specs.
 
         Copies are necessary because the kernel may return its argument or a reused workspace.
         """
@@ -346,7 +346,7 @@ class KernelCall:
             raise
 
     def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
-        """Flattens the kernel's results, and checks them against the expected specs."""
+        """Flattens the kernel's results; raises an error if a result differs from its spec."""
         ys = [tree]
         if self.kernel.raw:
             ys = tree

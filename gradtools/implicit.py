@@ -64,9 +64,9 @@ class Implicit(Operators):
             A function of theta, args and keyword arguments that returns z, or `(z, aux)`.
 
         Raises:
-            GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
-                near zero at z: a change of z by 1 % changes F by less than the norm of F. (On
-                differentiating) the relative residual of the solve is above 1e-6 (1e-3 below
+            GradtoolsError: (When called) F's result differs from z in structure or shapes; F is not
+                near zero at z: a change of z by 1 % changes F by less than the norm of F. (When
+                differentiated) the relative residual of the linear solve is above 1e-6 (1e-3 below
                 float64), for example because A is singular. Under jit and vmap, the result is NaN
                 in place of the last two errors.
 
@@ -139,7 +139,7 @@ class _Solution:
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the solution at the given arguments."""
+        """Returns z, or `(z, aux)`, for the given arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
         p = self._connected(form, x, (captured, args, kwargs))
         z = self._tree(form, self.root(form, x, p))
@@ -160,9 +160,10 @@ class _Solution:
         return self.backend.unflatten(treedef, leaves)
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """Calls `solve`, checks z, and returns its `_Form`, x and aux without derivatives.
+        """Calls `solve` without derivatives; returns `(form, x, captured, aux)`.
 
-        Also returns the arrays that F closes over, which become arguments of the custom rules.
+        x is the vector of the entries of z. captured contains the arrays that F closes over, which
+        become arguments of the custom rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))
@@ -241,7 +242,7 @@ class _Solution:
         return self._unless(~(left <= tolerance * right), v, explain)
 
     def _unsolved(self, product: Callable[[Array], Array], b: Array) -> str:
-        """Explains why A x = b was not solved."""
+        """Returns the probable reason why A x = b was not solved."""
         xp, moved = self.backend.xp, product(b)
         if not bool(xp.all(xp.isfinite(b))):
             return (
@@ -352,7 +353,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: Callable[[], str]) -> Array:
-        """Returns x; if `wrong`, raises an error, or returns NaN if `wrong` is traced."""
+        """Returns x; raises an error if `wrong` is true, or returns NaN if `wrong` is traced."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)

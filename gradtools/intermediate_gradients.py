@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 
 
 class MarkedCall(Call):
-    """A call of a function that marks values; the arrays of `tape` follow the leaves."""
+    """A call of a function that marks values; takes the leaves and then the arrays of `tape`."""
 
     tape: MarkedValues
 

@@ -62,15 +62,15 @@ class Jacobians(Operators):
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
                 Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
-                products as the Jacobian has nonzero diagonals. One more product detects entries
-                missing from the pattern. Requires `pip install "gradtools[sparse]"`.
+                products as the Jacobian has nonzero diagonals. An additional product detects
+                entries missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
             the function returns an array of shape s + t. The arrays form a pytree like the output,
             with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf.
-            With sparsity, one sparse array of shape s + t: `torch.sparse_coo`, or
-            `jax.experimental.sparse.BCOO`.
+            With sparsity, the function returns one sparse array of shape s + t: `torch.sparse_coo`,
+            or `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of

@@ -25,7 +25,7 @@ class MixedPartials(Operators):
         = G(z). G is therefore evaluated once in forward mode, and only f is differentiated twice.
         The memory does not grow with the depth of G. The result is differentiable, also with
         respect to z, u and the arrays that G captures; in PyTorch, differentiating the result
-        evaluates G once more.
+        evaluates G again.
 
         Several directions share one evaluation of f. In JAX all directions also share one
         evaluation of G; in PyTorch G runs once per direction, each time with the same random
@@ -45,7 +45,7 @@ class MixedPartials(Operators):
 
         Raises:
             GradtoolsError: u does not match z; G has no forward mode; in PyTorch, the result is
-                differentiated and G, evaluated once more, returns another value.
+                differentiated and G returns a different value when evaluated again.
 
         Example:
             >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))

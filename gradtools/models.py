@@ -1,8 +1,8 @@
 """`make_functional` converts a model to a pure function of its parameters and state.
 
-A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, the same in every
-framework, so that derivatives are taken with respect to an ordinary argument. The backends'
-``modules.py`` implement the conversion.
+A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)`` with the same signature
+in every framework, so that derivatives are taken with respect to an ordinary argument. The
+backends' ``modules.py`` implement the conversion.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Models(Operators):
         """Converts a module to a pure function of its parameters and state.
 
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
-        side effects on the module or its arguments. Many threads may call ``apply`` at once, each
-        with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``,
-        the random numbers of the call depend only on the key. make_functional reads the module when
-        it is called; later changes of its mode or structure do not affect apply.
+        side effects on the module or its arguments. Many threads may call ``apply`` concurrently,
+        each with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With
+        ``key``, the random numbers of the call depend only on the key. make_functional reads the
+        module when it is called; later changes of the module's mode or structure do not affect
+        apply.
 
         In PyTorch::
 
@@ -77,8 +78,8 @@ class Models(Operators):
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
-          the module's ``__call__`` takes it; the user must split it over a batch and provide the
-          ``axis_name`` that batch normalization needs.
+          the module's ``__call__`` takes it; the user must split the key over a batch and provide
+          the ``axis_name`` that batch normalization needs.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables
           to arrays; state maps the paths of all other variables, including the seeds of its random
           streams. ``train`` is passed as ``training``.
@@ -104,7 +105,7 @@ class Models(Operators):
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is given, but the module has no argument for it. From apply:
                 params or state has a missing or unexpected name, or an array in params has a wrong
-                shape; in JAX, randomness without a key.
+                shape; in JAX, a module draws random numbers and no key is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

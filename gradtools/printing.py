@@ -1,6 +1,6 @@
 """Formats texts and tables of reports for a terminal, and as HTML for a notebook.
 
-A report has one text, optionally with ANSI colors; `coloured` converts the escape sequences to HTML
+A report is a text, optionally with ANSI colors; `coloured` converts the escape sequences to HTML
 spans, so that a notebook shows the same text as a terminal. Mathematical characters that a
 terminal's encoding (ASCII, cp1252) lacks are spelled out.
 """
@@ -15,7 +15,10 @@ import unicodedata
 from collections.abc import Sequence
 
 SPELLED = "gradtools.spelled"
-"""The codec error handler that spells out characters, for example ``x ∈ ℝ³`` as ``x in R^3``."""
+"""The name of the codec error handler that spells out characters.
+
+For example, ``x ∈ ℝ³`` is printed as ``x in R^3``.
+"""
 
 _WORDS = {"∈": "in", "√": "sqrt", "∂": "d", "Σ": "sum", "∞": "inf", "×": "x", "·": "*", "∘": "o"}
 _WORDS |= {"→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "‖": "||", "⟨": "<", "⟩": ">", "−": "-"}

@@ -5,9 +5,9 @@ For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's out
     dy = T(x) dx        x' = C(x) y'
 
 Structure, shapes and dtypes are always checked. A map that is transposed for the other mode must be
-linear: transposing silently drops a constant part. Linearity is checked once per signature. Rules
-that are derived from another rule share the results of its checks. `gradtools.testing.check_rule`
-runs more expensive checks.
+linear: transposing silently drops a constant part. Linearity is checked once for each combination
+of shapes and dtypes. Rules that are derived from another rule share the results of its checks.
+`gradtools.testing.check_rule` runs more expensive checks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Contract:
     passed: set[Hashable] = field(default_factory=set)
 
     def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
-        """Runs a check unless it passed before with this key; returns False if it is undecided.
+        """Runs a check unless it has passed with this key; returns False if the check is undecided.
 
         check: A function that raises an error if the rule is wrong, and returns False if the check
             cannot be decided yet.

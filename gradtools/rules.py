@@ -11,7 +11,7 @@ outputs, differentiated through the code that computed them, so a rule that save
 result is correct at second order.
 
 This module is the same for every framework: it defines `Rule`, and batches a rule under vmap. Each
-backend's `rules/installing.py` installs a rule in the framework's own differentiation.
+backend's `rules/installing.py` registers a rule with the framework's automatic differentiation.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Linearized:
         ys: The outputs.
         extras: Further results of the forward pass that the maps use.
         saves: The residuals, as positions in `[*xs, *ys, *extras]`.
-        tangent: The tangent map, called as `tangent(saved, dxs)`; None if there is none.
-        cotangent: The cotangent map, called as `cotangent(saved, cts)`; None if there is none.
+        tangent: The tangent map, called as `tangent(saved, dxs)`, or None if missing.
+        cotangent: The cotangent map, called as `cotangent(saved, cts)`, or None if missing.
         opaque_residuals: Whether the user's fwd saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
         tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
             uses.
         example: For an evaluation of a batch, the maps of one example.
         written: The user's cotangent map, if `cotangent` applies a rule with forward mode instead.
-            The user's map uses only the first residuals.
+            The user's map uses only the residuals at the start of `saves`.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
     """
@@ -83,7 +83,7 @@ class Linearized:
     written: Map | None = None
 
     def without_arrays(self) -> Linearized:
-        """Returns a copy without the arrays, which would leak from their trace."""
+        """Returns a copy without the arrays, so that no array leaks from a trace."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         nothing = [None] * len(self.extras)
         return Linearized([], nothing, *maps, self.example, written=self.written)
@@ -215,7 +215,10 @@ USE_REVERSE_MODE = (
 
 
 def closed_over_error(name: str, x: Any = None) -> GradtoolsError:
-    """Returns the error for a rule that closes over a differentiated array x, if it is known."""
+    """Returns the error for a rule that closes over a differentiated array.
+
+    x: The array, or None if the array is unknown.
+    """
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
@@ -241,7 +244,7 @@ def captured_objects(
 ) -> Iterator[Any]:
     """Yields each object x to which functions refer, directly or indirectly, if `wanted(x)`.
 
-    The functions are not traced, because tracing a rule that uses itself would not terminate.
+    The functions are not traced, because tracing a rule that calls itself would not terminate.
 
     array: The framework's array type or types; arrays are not searched.
     """
@@ -281,7 +284,7 @@ def _references(x: Any, attributes: bool) -> list[Any]:
         defaults = (x.__kwdefaults__ or {}).values()
         found += [x.__defaults__, *defaults, *(x.__closure__ or ())]
     elif isinstance(x, CellType):
-        with suppress(ValueError):  # a name that is not bound yet
+        with suppress(ValueError):  # raised if the variable is not bound yet
             found.append(x.cell_contents)
     elif isinstance(x, partial):
         found += [x.func, x.args, *x.keywords.values()]
@@ -303,13 +306,13 @@ def batched(
 
     Args:
         rule: The rule of one example.
-        backend: Provides `vmap_list` and `vmap_extras`.
+        backend: An object with the methods `vmap_list` and `vmap_extras`.
         x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
             axis is summed over the batch.
         saved_axes: The batch axes of the residuals; None if all residuals are inputs and outputs,
             or if the rule is not linearized yet.
         size: The batch size.
-        more: The fields that a backend's subclass of `Rule` adds.
+        more: The values of fields that a backend's subclass of `Rule` adds.
     """
     x_axes = tuple(x_axes)
 
@@ -321,7 +324,7 @@ def batched(
             return _mapped(push, backend, (saved, axes), (dxs, x_axes), size)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            own_axes = axes[: len(saved)]  # omits residuals of the tangent map
+            own_axes = axes[: len(saved)]  # omits residuals that only the tangent map uses
             pulled = _mapped(pull, backend, (saved, own_axes), (cts, (0,) * len(cts)), size)
             return [
                 ct if ct is None or axis == 0 else ct.sum(0)
@@ -458,19 +461,19 @@ ARRAY = _Array()
 
 
 def refilled(leaves: Sequence[Any], arrays: Iterable[Any]) -> list[Any]:
-    """Replaces each ARRAY among the leaves by an array."""
+    """Replaces each ARRAY among the leaves by the next array in `arrays`."""
     left = iter(arrays)
     return [next(left) if x is ARRAY else x for x in leaves]
 
 
 def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """Replaces the entries of xs where mask is true."""
+    """Returns a copy of xs in which the entries where mask is true are replaced by `new`."""
     left = iter(new)
     return [next(left) if m else x for x, m in zip(xs, mask, strict=True)]
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Replaces the entries of xs at the given positions."""
+    """Returns a copy of xs in which the entries at the positions `places` are replaced by `new`."""
     full = list(xs)
     for i, x in zip(places, new, strict=True):
         full[i] = x

@@ -95,11 +95,11 @@ def sparse_jacobian(
 def _verified(
     call: Call, values: Array, places: np.ndarray, signs: np.ndarray, product: Array
 ) -> Array:
-    """Returns the values of the entries if the pattern omits no entry.
+    """Returns `values` if the pattern omits no nonzero entry.
 
     The product of the sparse result with a random vector, the sum of `values * signs` at each of
-    `places`, is compared with the true product. In a trace, where values cannot be read, wrong
-    values are replaced by NaN.
+    `places`, is compared with the true product. In a trace, where values cannot be read, all values
+    are replaced by NaN if the products differ.
 
     Raises:
         GradtoolsError: The products differ.
@@ -149,7 +149,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
 
 
 def _scipy_sparse(caller: str) -> Any:
-    """Imports `scipy.sparse`; if SciPy is missing, raises an error that names the pip extra."""
+    """Imports `scipy.sparse`; raises an error if SciPy or NetworkX is not installed."""
     try:
         import networkx as _  # noqa: F401 - `_greedy` uses it
         import scipy.sparse
@@ -165,7 +165,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
     """Converts a user's pattern to a boolean CSR matrix.
 
     Args:
-        caller: The operator's name, for errors.
+        caller: The operator's name, for error messages.
         sparsity: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries
             are the pattern. The pattern has one column per input entry, or the Jacobian's shape.
         ins: The shape of f's argument.
@@ -234,7 +234,7 @@ def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def _greedy(starts: bytes, indices: bytes, shape: tuple[int, int]) -> np.ndarray:
-    """Colors the columns of a CSR matrix so that columns of equal color share no row."""
+    """Returns the colors of a CSR matrix's columns; columns of equal color share no row."""
     import networkx
 
     at = np.frombuffer(indices, np.int64), np.frombuffer(starts, np.int64)

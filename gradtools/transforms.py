@@ -62,12 +62,12 @@ class Transforms(Operators):
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: F, verify: Verify = "first") -> F:
-        """Recomputes the intermediate results of f in the backward pass.
+        """Wraps f so that the backward pass recomputes the intermediate results of f.
 
-        Checkpointing costs one more forward pass of f and saves the memory of f's graph. PyTorch: f
-        is recomputed as one chunk of `chunked`: random generators and the buffers of modules are
-        restored, so batch normalization updates its statistics once. f may capture computed
-        tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
+        Checkpointing costs an additional forward pass of f and saves the memory of f's graph.
+        PyTorch: f is recomputed as one chunk of `chunked`: random generators and the buffers of
+        modules are restored, so batch normalization updates its statistics once. f may capture
+        computed tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
         ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
 
         Args:

@@ -10,7 +10,7 @@ The extras in pyproject.toml require the same ranges, as `tests/house/test_versi
 """
 
 ANY_VERSION = "GRADTOOLS_ANY_VERSION"
-"""The environment variable that disables the check, for tests with nightly builds."""
+"""The name of the environment variable that disables the check, for tests with nightly builds."""
 
 
 def check_version(package: str, version: str) -> None:

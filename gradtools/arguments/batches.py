@@ -32,7 +32,7 @@ class FlatArgument:
     argument: Argument
     treedef: Any  # the tree structure; None if the argument is a single array
     leaves: list[Leaf]
-    is_list: bool  # whether the argument is a list of examples; each chunk gets a slice
+    is_list: bool  # whether the argument is a list of examples, from which each chunk gets a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument is a list
@@ -41,7 +41,7 @@ Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument i
 class Batch:
     """The arguments of a call, and the axis on which each leaf is split (None if it is shared).
 
-    With `lists`, a list that is split counts as a list of examples. Scalars are shared unless
+    If `lists` is true, a list that is split is a list of examples. Scalars are shared unless
     the user named an axis for them.
     """
 
@@ -79,7 +79,7 @@ class Batch:
     # --- reading
 
     def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
-        """Flattens an argument; with `converts`, also converts NumPy arrays to framework arrays."""
+        """Flattens an argument; if `converts` is true, NumPy arrays become framework arrays."""
         x, backend = argument.value, self.backend
         values, treedef, kinds = [x], None, ["array"]  # the common case, an array
         if type(x) is not backend.array_type and not backend.is_array(x):
@@ -115,7 +115,10 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """Checks that all split axes have equal length; returns the length and one split leaf."""
+        """Returns `(size, (i, leaf))`: the size of the split axes, and a split leaf of argument i.
+
+        leaf is None if argument i is a list of examples. Raises an error if the sizes differ.
+        """
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:
@@ -154,7 +157,7 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 f"axis has one entry for each example; None shares an argument.{weights}"
             )
-        # For an empty array, f and the chunked function both return an output without rows.
+        # `chunked` accepts an empty array; f and the chunked function then return empty outputs.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
@@ -234,7 +237,7 @@ class Batch:
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
-    """Moves one axis of x; PyTorch's moveaxis does not support a second vmap."""
+    """Moves one axis of x, without PyTorch's moveaxis, which does not support nested vmap."""
     source, target = source % x.ndim, target % x.ndim
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)

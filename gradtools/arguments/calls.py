@@ -37,7 +37,7 @@ class GradientSpec:
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # The number of players that minimize f.
     opened: Any = None  # The call as rewritten by `Backend.opened`.
-    frozen: Any = None  # The function `frozen(f)`, if frozen.
+    frozen: Any = None  # The result of `frozen(f)`; None if mode is "auto".
 
 
 class Call:
@@ -114,7 +114,7 @@ class Call:
         return kinds
 
     def _check_others(self) -> None:
-        """Raises an error if an undifferentiated argument contains a foreign array.
+        """Raises an error if any argument contains an array of the other framework.
 
         In compiled code dynamo itself rejects such an array.
         """
@@ -123,7 +123,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Makes the call differentiate the module parameters that `opened` collected."""
+        """Copies the ids of the module parameters, and `is_deferred`, from `opened`."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -187,7 +187,7 @@ class Call:
                 y = as_array(backend, self.caller, y, name, fix=fix)
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
-        self.no_tangents = [*map(backend.no_tangent, extras)]  # for f's integer outputs
+        self.no_tangents = [*map(backend.no_tangent, extras)]  # the tangents of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)
@@ -218,7 +218,7 @@ class Call:
         return tuple(trees)
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
-        """Flattens one tree per differentiated argument, and checks the leaves.
+        """Flattens one tree per differentiated argument; raises an error if a tree does not match.
 
         what: The name of the trees in messages. For "tangent", messages name the trees "tangent 0"
             and so on; if the arguments have names, `what` is the name of the single tree.
@@ -247,7 +247,7 @@ class Call:
         ]
 
     def _check_exact(self, tangents: Sequence[Any], what: str) -> None:
-        """Raises an error if an integer's tangent is neither None nor zeros of dtype float0."""
+        """Raises an error if an integer leaf has a tangent other than None or float0 zeros."""
         for k, none in self.exact_tangents.items():
             x = tangents[k]
             if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):
@@ -272,18 +272,18 @@ class Call:
             self.opened.settle(extras)
 
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
-        """Returns `attach(results, select)`, which attaches results to the parameters' graph.
+        """Returns `attach(results, select)`, which attaches results to the graph of the parameters.
 
-        Returns the identity in JAX, and if no argument contains a module. The attached graph may
-        call `operator(*args, **kwargs)` again, and `select` returns the results from the output of
-        this call.
+        In JAX, or if no argument contains a module, `attach` returns the results unchanged. The
+        attached graph may call `operator(*args, **kwargs)` again, and `select` returns the results
+        from the output of this call.
         """
         if self.opened is None:
             return lambda results, select=None: results
         return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
 
     def refuse_changes(self) -> None:
-        """Raises an error if f changed a module argument, because the operator loses the change."""
+        """Raises an error if f changed a module argument, because the change would be discarded."""
         if self.opened is not None:
             self.opened.refuse_changes()
 
@@ -294,7 +294,10 @@ class Call:
         return self.backend.unflatten(self._out_def, leaves)
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
-        """Returns the leaves of a cotangent tree that belong to `outs`, and checks them."""
+        """Returns the leaves of a cotangent tree that belong to `outs`.
+
+        Raises an error if the structure of the tree or a leaf does not match f's output.
+        """
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
             came = in_words(self.backend.flatten(tree)[1])

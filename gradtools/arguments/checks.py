@@ -68,7 +68,7 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """Calls `whole_number`, unless the value is None."""
+    """Returns None if the value is None; otherwise returns the result of `whole_number`."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
@@ -94,7 +94,10 @@ def order_among(caller: str, order: Any, known: Sequence[int], expected: str) ->
 def normalized_argnums(
     caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
-    """Returns argnums as a tuple of nonnegative positions, checked against the count."""
+    """Returns argnums as a tuple of nonnegative positions.
+
+    Raises an error if a position is out of range for `count` arguments, or occurs twice.
+    """
     if type(argnums) is int and argnums == 0 and count:
         return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
@@ -152,7 +155,11 @@ def as_array(
     device_of: Array | None = None,
     fix: str = "",
 ) -> Array:
-    """Converts x to a framework array on the device of `device_of`; errors name x."""
+    """Converts x to a framework array on the device of `device_of`.
+
+    name: The name of x in error messages.
+    fix: The advice at the end of an error message.
+    """
     if backend.is_array(x):
         return x
     backend.check_array(x, name)
@@ -210,7 +217,7 @@ def matching(
     names: Callable[[], tuple[str, str]],
     fix: str = "Reshape or cast the array.",
 ) -> Array:
-    """Converts x to an array with the shape and dtype of `like`; errors name both arrays."""
+    """Returns x as an array; raises an error if its shape or dtype differs from those of `like`."""
     if isinstance(x, complex) and not backend.is_complex(like):
         name, like_name = names()
         raise GradtoolsError(

@@ -1,6 +1,7 @@
-"""The outputs of chunks: checks of their structure, and the output of the whole batch.
+"""Checks the outputs of the chunks, and builds the output of the whole batch.
 
-Only rows of examples can be concatenated, so each output array has one entry for each example.
+Outputs are concatenated along the axis of examples, so each output array must have one entry for
+each example.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Outputs:
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is a single array.
-        self._constants: dict[int, Any] = {}  # The leaves that are not arrays.
-        self._rests: list[list[int]] = []  # The first chunk's shapes without the axes in `axes`.
+        self._constants: dict[int, Any] = {}  # The leaves that are not arrays, by index.
+        self._rests: list[list[int]] = []  # The first chunk's shapes, without the axes in `axes`.
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
 
     def same_as(self, number: int, others: range) -> None:
@@ -45,7 +46,10 @@ class Outputs:
             self._lists[other] = self._lists[number]
 
     def arrays_in(self, number: int, out: Any) -> list[Array]:
-        """Returns the arrays in a chunk's output; checks its structure against earlier chunks."""
+        """Returns the arrays in the output of chunk `number`.
+
+        Raises an error if the structure of the output differs from the output of an earlier chunk.
+        """
         backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [backend.flatten(x) for x in out]
@@ -124,7 +128,7 @@ class Outputs:
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises an error if the leaf is not equal for all chunks."""
         known = self._constants.setdefault(k, leaf)
-        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # equal NaNs
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # two NaNs
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
         if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
             came = "the number of the chunk's examples" if counts else repr(leaf)

@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # whether to compare in every backward pass; None: in the first
+    verify: bool | None = None  # whether backward passes compare outputs; None: only the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -43,7 +43,7 @@ def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:
-    """Converts verify to a boolean, or to None for "first"; rejects other values."""
+    """Converts verify to a boolean, or to None if it is "first"; otherwise raises an error."""
     if verify is None or (isinstance(verify, str) and verify == "first"):
         return None
     if isinstance(verify, bool | np.bool_):
@@ -86,7 +86,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the partition into chunks of at most `chunk_size` rows (fewer if symbolic)."""
+        """Returns the same batch in chunks of at most `chunk_size` rows (fewer if symbolic)."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -132,7 +132,7 @@ class Chunks:
     ) -> Chunks:
         """Creates the `Chunks` for the call `f(batch)`.
 
-        keys, carried: The arguments that are random keys and carries.
+        keys, carried: The indices of the random keys and of the carries among the arguments.
         """
         backend, every = batch.backend, batch.arguments
         leaves: tuple[list[Any], ...] = ([], [], [])  # leaves by kind: _PIECES, _SHARED, _CARRY
@@ -174,7 +174,7 @@ class Chunks:
         )  # fmt: skip
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
-        """Builds the result from concatenated output leaves (for lists, from all leaves)."""
+        """Builds the result from the output leaves `outs` of the whole batch and the last carry."""
         out, carry_def = self.outputs.tree(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 
@@ -200,8 +200,8 @@ class ChunkFunction:
     f: Callable[..., Any]
     keywords: list[str]  # The names of the keyword arguments, which come last.
     plans: list[list[ArgumentPlan]]  # For each chunk, the plan to rebuild its arguments.
-    keys: tuple[int, ...]  # The arguments that are random keys.
-    containers: list[int]  # The arguments that are containers shared by all chunks.
+    keys: tuple[int, ...]  # The indices of the arguments that are random keys.
+    containers: list[int]  # The indices of shared arguments that are containers.
     carry_def: Any  # The structure of the carry; None if there is no carry.
     outputs: Outputs
     place: ChunkedCall  # the call's position among `retain_gradient` marks
@@ -264,7 +264,7 @@ class ChunkFunction:
         return self.outputs.arrays_in(number, out), new_carry
 
     def _shared_in_words(self, number: int, count: int) -> str:
-        """Names the positional arguments that all chunks of differentiated arguments share."""
+        """Returns a note that names the positional arguments that all chunks share, or ""."""
         shared = [
             f"argument {i}"
             for i, plan in enumerate(self.plans[number][:count])

@@ -2,7 +2,7 @@
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
 split on axis 0. A dictionary applies to f's parameters by name, both for positional and keyword
-arguments. Arguments that `in_axes` does not name are split on axis 0; arrays without axes are
+arguments. Arguments that `in_axes` does not name are split on axis 0; arrays of shape () are
 shared.
 """
 
@@ -25,7 +25,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
     named: bool = False  # Whether the user gave the axes explicitly.
-    label: str | None = None  # A name for messages, for values that f does not take.
+    label: str | None = None  # The name in messages of a value that is not an argument of f.
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ def arguments_of_call(
     in_axes: Any,
     shared: Collection[int] | None = None,
 ) -> list[Argument]:
-    """Lists the positional arguments, then the keyword arguments, each with its axes.
+    """Returns the positional and then the keyword arguments of a call, each with its batch axes.
 
     shared: Positions of arguments that are shared unless in_axes names them. If `shared` is given,
         in_axes may be None.
@@ -69,7 +69,7 @@ def arguments_of_call(
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments for which f has parameters."""
+    """Returns the entries of `kwargs` for which f has parameters."""
     known = _parameters(f)
     if any(p.kind is Parameter.VAR_KEYWORD for p in known):
         return kwargs
@@ -80,7 +80,7 @@ def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
-    """Returns the axes of the arguments that a dictionary names, by the arguments' keys."""
+    """Returns a dict from positions and keywords of arguments to the axes given in `in_axes`."""
     parameters = [p for p in _parameters(f) if p.kind not in _VARIADIC]
     keys: dict[Any, Any] = {a.key: a.key for a in given}
     by_position = [p.name for p in parameters if p.kind in _BY_POSITION]

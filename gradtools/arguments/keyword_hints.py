@@ -1,6 +1,6 @@
 """Keyword arguments of other libraries, and their replacements.
 
-Errors suggest the keywords of gradtools; docs/coming-from.md contains the same table.
+Error messages suggest the keywords of gradtools; docs/coming-from.md contains the same table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
 
 
 def passed_on(error: Exception) -> str:
-    """Suggests a replacement if `error` is about an unknown keyword of f; otherwise returns ""."""
+    """Returns a suggested replacement if `error` reports an unknown keyword of f; otherwise ""."""
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
     hint = _HINTS.get(unknown[1]) if unknown else None
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""

@@ -20,7 +20,7 @@ from gradtools.backend_arrays import Array
 
 @dataclass(frozen=True)
 class Mark:
-    """One occurrence of a mark, or its occurrences in all steps of a traced loop.
+    """An occurrence of a mark, or all occurrences of the mark in the steps of a traced loop.
 
     Attributes:
         name: The name that was passed to `retain_gradient`.
@@ -41,7 +41,7 @@ class MarkedValues:
     """The marks of one evaluation of f and their arrays, in order of evaluation."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by place
+        self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by position in f
 
     @property
     def marks(self) -> list[Mark]:

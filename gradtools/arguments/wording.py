@@ -20,7 +20,7 @@ def describe(backend: Backend, x: Any) -> str:
 
 
 def shown(x: Any) -> str:
-    """Formats a value that was passed for an option; for an array, only its shape."""
+    """Formats a value that was passed for an option; an array is formatted as its shape."""
     shape = getattr(x, "shape", None)
     return repr(x) if shape is None else f"an array of shape {tuple(shape)}"
 
@@ -41,7 +41,7 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 
 
 def type_in_words(x: Any) -> str:
-    """Formats the type of x with an article and the module; a class is formatted by its name."""
+    """Formats the type of x with an article and the module; if x is a class, formats its name."""
     if isinstance(x, type):
         return f"the class {x.__qualname__}, expected an instance"
     kind = type(x)

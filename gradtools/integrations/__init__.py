@@ -8,7 +8,7 @@ from gradtools.errors import GradtoolsError
 
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
-    """Returns an error with advice if a library's object was passed in place of arrays."""
+    """Returns an error if x is a Keras or flax.linen model, and None otherwise."""
     keras = integration("keras")
     if keras is not None and keras.is_keras(x):
         return keras.refusal(caller, name, x)

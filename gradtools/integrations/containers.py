@@ -82,7 +82,7 @@ class OpenedTree:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compares two structures. `a != b` is wrong for a JAX PyTreeDef and an `OpenedTree`."""
+    """Returns whether a equals b; `a != b` is wrong for a JAX PyTreeDef and an `OpenedTree`."""
     # JAX 0.7 raises an error if a PyTreeDef is compared with another type.
     return isinstance(a, OpenedTree) == isinstance(b, OpenedTree) and bool(a == b)
 
@@ -175,7 +175,7 @@ class Containers:
 
 
 class _Kinds(dict[type, bool]):
-    """Maps each class to True if its instances are treated as containers."""
+    """Maps each class to a bool: whether its instances are treated as containers."""
 
     def __missing__(self, cls: type) -> bool:
         called = any("__call__" in base.__dict__ for base in cls.__mro__)
@@ -187,7 +187,7 @@ _KINDS = _Kinds()
 
 
 def whole(cls: type[T]) -> type[T]:
-    """Class decorator that makes instances leaves, even if they contain arrays."""
+    """Makes instances of a class leaves, even if they contain arrays; used as a class decorator."""
     _KINDS[cls] = False
     return cls
 
@@ -202,7 +202,7 @@ def _parts(x: Any) -> dict[Any, Any] | None:
 
 
 def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
-    """Copies a container with the given parts."""
+    """Returns a copy of the container x with the given parts."""
     new = copy(x)
     if isinstance(new, UserDict):
         new.data = parts

@@ -1,8 +1,8 @@
 """equinox: the layer GradientReversal, transformed modules, and modules as pure functions.
 
-The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
-and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize the loss
-that the layers after it minimize.
+The layer is the identity in the forward pass and multiplies the cotangent by -scale in the backward
+pass (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize
+the loss that the layers after it minimize.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Transformed(eqx.Module):
     make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the transformed module."""
+        """Calls the function `make(module)` with the given arguments."""
         return self.make(self.module)(*args, **kwargs)
 
     def __hash__(self) -> int:

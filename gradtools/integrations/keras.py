@@ -2,7 +2,7 @@
 
 Keras has a pure call, `stateless_call`, which takes the variables as a list; `make_functional`
 addresses the variables by path. Each gradtools backend provides a `KerasBackend`, which defines how
-arrays are detached, and how a key becomes the seeds of Keras' random streams.
+arrays are detached, and how the seeds of Keras' random streams are computed from a key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from gradtools.arguments.checks import check_names
 from gradtools.errors import GradtoolsError
 
-_SEED = "seed_generator_state"  # Keras' variable name of a random stream
+_SEED = "seed_generator_state"  # Keras' name for the variable of a random stream
 
 
 def is_keras(module: Any) -> bool:
@@ -27,7 +27,7 @@ def is_keras(module: Any) -> bool:
 
 
 def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
-    """Returns the error for a Keras model in place of a pytree of arrays."""
+    """Returns the error for a Keras model that was passed in place of a pytree of arrays."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), which is not a "
         "pytree of its variables. Differentiate with respect to params in apply, params, state = "
@@ -43,7 +43,7 @@ class KerasBackend:
         name: Keras' name of the backend.
         alias: Detaches a variable's value.
         settled: Detaches the new value of a variable that is not trained.
-        seeds: Maps `(key, count)` to `count` pairs of integers.
+        seeds: Maps `(key, count)` to `count` seeds of random streams, each a pair of integers.
         drawing: Maps `(key, arrays)` to a context manager that seeds the random numbers drawn
             outside of Keras' streams.
     """

@@ -1,8 +1,8 @@
 """flax.linen integration: the layer GradientReversal, and modules as pure functions.
 
-The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
-and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize the loss
-that the layers after it minimize.
+The layer is the identity in the forward pass and multiplies the cotangent by -scale in the backward
+pass (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize
+the loss that the layers after it minimize.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
 
-A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalization
-updates its statistics. flax forbids such mutations inside of a trace to which the module does not
-belong, such as the body of a scan. The body therefore works on a copy of the module: its parameters
-are constants of the body, and its other state is a carry of the loop, which is not differentiated.
-The final state is written to the original module.
+A flax.nnx module mutates itself when it is called: dropout counts its draws, and batch
+normalization updates its statistics. flax forbids such mutations inside of a trace to which the
+module does not belong, such as the body of a scan. The body therefore works on a copy of the
+module: its parameters are constants of the body, and its other state is a carry of the loop, which
+is not differentiated. The final state is written to the original module.
 
 Modules are found in f (f itself, the owner of a method, a `partial`, closures, the globals that f
 uses, containers of these objects) and in the arguments of f.
@@ -64,7 +64,7 @@ class Transformed(nnx.Module):
         self.module, self.make = module, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the transformed module."""
+        """Calls the function `make(module)` with the given arguments."""
         return self.make(self.module)(*args, **kwargs)
 
 
@@ -74,7 +74,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; `rng_names` is unused, since modules name streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is unused, since modules name the streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module contains its arrays; leave variables=None."
@@ -201,7 +201,10 @@ def _modules(x: Any) -> list[Any]:
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
-    """Replaces the modules to which f refers by copies; the keys of `copies` are their ids."""
+    """Returns f with copies of the modules to which f refers.
+
+    copies: Maps the id of each module to its copy.
+    """
     entered = set[int]()
 
     def of(x: Any) -> Any:

@@ -130,7 +130,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Returns a copy of x, since the kernel may store the array and x may be changed in place."""
+    """Copies x to NumPy, since the kernel may store the array and x may be changed in place."""
     x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
@@ -162,7 +162,7 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """Calls a kernel that has no derivative. A differentiation raises an error."""
+    """Calls a kernel that has no derivative. Differentiating the call raises an error."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ Tensors = list[Tensor]
 def jvps(
     fun: Fun, leaves: Tensors, many: Sequence[Tensors]
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
-    """Computes `jvp` along many tangents.
+    """Computes `jvp` along each element of `many`.
 
     A dual number has one tangent, so each direction needs a separate evaluation; all evaluations
     start from the same random state and the same buffers.
@@ -94,7 +94,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes tangents by the transpose of the pullback, which is linear in cotangents."""
+        """Computes the outputs, and the tangents by the transpose of the pullback."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -119,7 +119,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns a `Held`: the state of a function, of the user's function, and of their arguments."""
+    """Returns the `Held` of `fun`, of the user's function in `fun`, and of their arguments."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -130,7 +130,7 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 
 
 class OneTangent(PlainAttention):
-    """Evaluates dual numbers without a graph, and without tangents in `no_grad` blocks.
+    """Evaluates operations on dual numbers without a graph, and `no_grad` blocks without tangents.
 
     PyTorch propagates tangents through `no_grad` blocks (pytorch#128600). `frozen` and
     `mixed_partial` use this mode if gradtools has chosen forward mode. PyTorch's jvp rules of

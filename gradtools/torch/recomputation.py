@@ -486,7 +486,7 @@ class _Node(torch.autograd.Function):
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         if not {*map(type, xs)} <= PLAIN:
-            modes = upstream.EnableTorchFunction()  # a subclass's backward() disables these modes
+            modes = upstream.EnableTorchFunction()  # disabled in backward() of a subclass
         with marked(ctx.program.caller), modes:
             if batchings():
                 grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)

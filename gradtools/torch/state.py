@@ -1,8 +1,8 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
-`Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
-a snapshot of the state. Snapshots share copies of buffers that have not changed. State of other
-kinds is not restored.
+Once per call, `Held` finds the modules and tensors in a function's closure, and the function itself
+if it is a module. `RunState` is a snapshot of the state. Snapshots share copies of buffers that
+have not changed. State of other kinds is not restored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gradtools.torch.functorch_wrappers import PLAIN
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
-# The source of random numbers: a device, which means its default generator, the name of Python's or
-# NumPy's generator, or a `torch.Generator`.
+# A source of random numbers: a device (which represents its default generator), the name of
+# Python's or NumPy's generator, or a `torch.Generator`.
 Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 
@@ -82,7 +82,7 @@ class Randomness:
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """Returns the states of the generators that have a different state in `later`."""
+        """Returns a copy that contains only the generators whose states differ in `later`."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -156,7 +156,7 @@ def _words(stream: str) -> Any:
 
 
 class Held:
-    """The modules, tensors and generators that some objects are or close over.
+    """The modules, tensors and generators among the objects `roots` and in their closures.
 
     Attributes:
         modules: The modules and their submodules.

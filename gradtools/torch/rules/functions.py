@@ -62,10 +62,10 @@ class Application:
             backward pass and for forward mode.
         materializes: Whether undefined cotangents are replaced by zeros.
         randomness: The states of the random generators before the evaluation, or None if no second
-        evaluation needs the states.
+            evaluation needs the states.
         perturbed: Whether each input is differentiated, or None if unknown.
         like_xs, like_ys: The shape, dtype and device of each input, and of each output and extra;
-            None for integers.
+            an entry is None for an integer tensor.
         ones: For each map, "tangent" or "cotangent", the vectors of ones at which the map is
             transposed.
     """
@@ -111,7 +111,7 @@ class Application:
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores the specs of inputs, outputs and extras, and the tensors to save."""
+        """Stores the specs of inputs, outputs and extras, and the positions of tensors to save."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
@@ -172,7 +172,7 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        if point.rule.reverse_only:  # raises the error of PyTorch
+        if point.rule.reverse_only:  # raises PyTorch's error
             return torch.autograd.Function.jvp(ctx, *dxs)
         with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
@@ -235,7 +235,7 @@ class Attached(torch.autograd.Function):
 
 # `Function.apply` without the check for torch.func transforms: `attach((application, outs), *xs)`.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
-# Otherwise PyTorch would look up `backward` or `vjp` in each call.
+# Set `apply` on the backward classes, so that PyTorch does not look up `backward` in each call.
 for _kind in (RuleFunction, Attached):
     upstream.backward_class(_kind).apply = RuleFunction.backward
 
@@ -258,7 +258,7 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Maps functions of lists of tensors; the `backend` argument of `rules.batched`.
+    """Vectorizes functions that return lists of tensors, as the `backend` of `rules.batched`.
 
     one_draw: Whether all examples share random numbers.
     """

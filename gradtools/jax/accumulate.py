@@ -103,7 +103,7 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """Returns `(treedef, sums, weight, dtypes)`, summed over all devices along an axis."""
+    """Returns `(treedef, sums, weight, dtypes)`, with sums and weight over a mapped axis."""
     caller = "GradientAccumulator.mean"
     if own is None:  # all devices run one program, so nothing was added on any device
         raise GradtoolsError(

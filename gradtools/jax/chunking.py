@@ -1,6 +1,6 @@
 """Runs chunks as a `jax.lax.scan`, whose body is rematerialized in the backward pass.
 
-    first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
+    first pass   y_i, s_{i+1} = f(x_i, s_i)        stores no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
 Consecutive chunks of equal shapes form a run, which is evaluated by one scan. f is traced once for
@@ -285,7 +285,7 @@ def _is_array(x: Any) -> bool:
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
     """Returns the new carry leaf.
 
-    Raises an error if its shape or dtype differs from the old leaf.
+    Raises an error if the shape or dtype of `new` differs from the shape or dtype of `old`.
     """
     new = jnp.asarray(new)
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:

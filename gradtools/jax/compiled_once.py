@@ -55,7 +55,7 @@ def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
     jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # a jaxpr of JAX 0.12 references its arrays
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
-    except TypeError:  # not comparable or not hashable
+    except TypeError:  # a parameter is not comparable or not hashable
         return derive(_Program((), jaxpr).__call__)
 
 
@@ -143,5 +143,5 @@ def _key_of_rule(eqn: Eqn) -> Hashable:
 
 
 def _is_function(x: Any) -> bool:
-    """Returns whether x is a function, or one of JAX's transformed functions."""
+    """Returns whether x is a function, including functions that JAX has transformed."""
     return (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _PLAIN)

@@ -69,7 +69,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
 
 
 def reached(fun: Fun, leaves: list[Array]) -> list[bool]:
-    """See `Backend.reached`. Outside of a trace nothing is differentiated."""
+    """See `Backend.reached`. Outside of a trace, all leaves count as reached."""
     in_trace = reachability.within_a_trace() or not all_known(leaves)
     traced = _traced(fun, leaves) if in_trace and leaves else None
     if traced is None:

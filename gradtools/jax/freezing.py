@@ -71,7 +71,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
 class _TracedOnce:
     """A function of flat arrays that is traced once for all derivatives.
 
-    Each derivative evaluates the jaxpr. To trace the function again for each derivative would take
+    Each derivative evaluates the jaxpr. Tracing the function again for each derivative would take
     exponential time in nested frozen functions. For arguments with other avals, such as arrays that
     vary over a mesh, the function itself is called.
     """
@@ -183,7 +183,7 @@ def _pullback(
     """Returns the pullback as a rule that maps (arguments, residuals, cotangents) to cotangents.
 
     Args:
-        use: The frozen function.
+        use: The call of the frozen function.
         inputs: The number of arguments of the frozen function.
         treedef: The treedef of the pullback that `jax.vjp` returned, whose leaves are the
             residuals.

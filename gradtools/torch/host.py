@@ -104,7 +104,7 @@ class KernelCalls:
         return _tensor(call.owned(y, expected)[0])
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
-        """Returns the `KernelCall` for the shapes and dtypes of arrays, and the result specs."""
+        """Returns the `KernelCall` for the shapes and dtypes of arrays, and its `Results`."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
 

@@ -49,7 +49,7 @@ class Randomness:
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
-        """Reads the generators of the CPU and of xs' devices. Returns None while compiling."""
+        """Reads the generator states of the CPU and xs' devices. Returns None while compiling."""
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})

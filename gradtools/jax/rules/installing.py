@@ -71,7 +71,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    axes = frozenset().union(*map(varies, arrays))  # transposed, this cast is a sum over devices
+    axes = frozenset().union(*map(varies, arrays))  # the cast's transpose is a sum over devices
     xs = [varying(x, axes) for x in arrays] if axes else arrays
     shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:

@@ -53,9 +53,9 @@ class TracedRule(Rule):
             the maps are valid; otherwise None.
         whole: The original rule, which is not linearized, if `perturbed` is given; otherwise None.
         lift: If the closed-over arrays of the primal were hoisted, but not the closed-over arrays
-            of the maps, a function to call as `lift(xs)`. It returns the rule with hoisted maps and
-            a list with an entry for each input of the returned rule: a position in `xs`, or the
-            captured array.
+            of the maps, a function to call as `lift(xs)`. The function returns the rule with
+            hoisted maps and a list with an entry for each input of that rule: a position in `xs`,
+            or the captured array.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class TracedRule(Rule):
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
-    """Returns a function with the data flow of a rule, or None if it is unknown."""
+    """Returns a function with the data flow of a rule, or None if the data flow is unknown."""
     return getattr(rule, "flow", None)
 
 
@@ -162,7 +162,7 @@ def _define(
     """Defines a primitive that evaluates `run`.
 
     outs: A function that returns the avals of the results; if None, `run` is traced to determine
-    the avals.
+        the avals.
     flow: A function with the same data flow as `run`, or None if all inputs flow to all outputs.
     """
 

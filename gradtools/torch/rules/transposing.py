@@ -157,7 +157,10 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 
 
 def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], list[bool]]:
-    """Returns a function of the inexact inputs that computes the extras, the inputs, and a mask."""
+    """Returns `(run, inexact, mask)`, where `run(*inexact)` computes the extras.
+
+    The mask contains, for each input, whether the input is inexact.
+    """
     mask = [like is not None for like in point.like_xs]
 
     def run(*changed: Tensor) -> list[Tensor]:

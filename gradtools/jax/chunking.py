@@ -142,7 +142,7 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Adds float32 slots, in which a scan sums the cotangents of 16-bit constants."""
+        """Returns a copy with float32 slots, where a scan sums cotangents of 16-bit constants."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
@@ -205,7 +205,7 @@ class _Steps:
         return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
-        """Traces the function that evaluates chunks of a kind to a jaxpr, the body of a scan."""
+        """Returns the traced program of the chunks of a kind, which is the body of a scan."""
         key = kind, *map(varies, carry)
         if key not in self._traced:
             number = self.kinds.index(kind)

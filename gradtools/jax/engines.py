@@ -79,7 +79,7 @@ def reached(fun: Fun, leaves: list[Array]) -> list[bool]:
 
 
 def _reached(traced: tuple[jaxprs.TracedProgram, list[Any]], outs: int) -> list[bool]:
-    """Returns whether each leaf of a traced function reaches its first `outs` results."""
+    """Returns, for each leaf of a traced function, whether it reaches the first `outs` results."""
     closed = ClosedJaxpr(traced[0].jaxpr, traced[1])  # the only inputs are the leaves
     return [*map(any, zip(*reachability.reached_matrix(closed)[:outs], strict=True))]
 

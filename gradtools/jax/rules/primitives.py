@@ -93,7 +93,7 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """Converts Python numbers in xs to arrays, because JAX does not convert literals."""
+    """Converts Python numbers in xs, such as the values of literals of a jaxpr, to arrays."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 

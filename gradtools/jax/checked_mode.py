@@ -101,7 +101,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """Stops the gradient of x in the first run, and of the recorded first x in later runs."""
+        """Returns x in the first run, and the recorded x in later runs, without a gradient."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)

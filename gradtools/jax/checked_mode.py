@@ -85,7 +85,7 @@ class HeldProgram(CheckedProgram):
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values, so stopped values cannot be recorded
+            except jax.errors.JAXTypeError:  # f reads values, so f cannot be traced
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values

@@ -223,7 +223,7 @@ class _Steps:
         """Raises an error if f draws random numbers per example with a key that chunks share.
 
         Random numbers that do not depend on the examples, such as a mask of weights, are allowed.
-        Such random numbers have the same shape for other chunk sizes.
+        The shapes of allowed random numbers do not depend on the chunk size.
         """
         chunks = self.chunks
         if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):

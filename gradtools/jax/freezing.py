@@ -151,7 +151,7 @@ class _Use:
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Returns whether G contains a primitive of these names, or True if G cannot be traced."""
+        """Returns whether G contains a primitive in `names`, or True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return holds(self.fun.program.jaxpr, *names)
         try:

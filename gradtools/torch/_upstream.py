@@ -103,7 +103,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits a level of forward mode. PyTorch's own function takes three times as long."""
+    """Exits a level of forward mode, in a third of the time of PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -126,7 +126,7 @@ is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The C function that `torch.set_grad_enabled` calls. Function modes intercept it."""
+"""The C function that `torch.set_grad_enabled` calls and that function modes intercept."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
@@ -213,7 +213,7 @@ divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
 
 
 def storage_key(x: Tensor) -> int:
-    """Returns a key, which is equal for two existing tensors if and only if they share a storage.
+    """Returns a key that is equal for two existing tensors if and only if they share a storage.
 
     A tensor without a storage (sparse, or wrapped by a transform) has its own key.
     """
@@ -285,7 +285,7 @@ result of the public function by True."""
 
 
 def skip_module(name: str) -> None:
-    """Makes dynamo skip the module's frames. Dynamo may still compile functions that they call."""
+    """Makes dynamo skip the module's frames, but not the functions that these frames call."""
     from torch._dynamo import trace_rules
 
     trace_rules.add(name)

@@ -331,7 +331,11 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that a gradient of p must have. Before PyTorch 2.10, this is p's dtype."""
+    """Returns the dtype that a gradient of p must have.
+
+    The result is `p.grad_dtype`, or p's dtype before PyTorch 2.10. If `p.grad_dtype` is None, the
+    result is the dtype of `p.grad`, or of g if `p.grad` is None.
+    """
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

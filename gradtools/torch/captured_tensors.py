@@ -53,7 +53,8 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
     """Returns a list of xs in which replaced tensors are exchanged for their replacements.
 
-    The arguments of `Function.apply` need this call, because `Function.apply` bypasses modes.
+    Call this function on the arguments of `Function.apply`, because `Function.apply` bypasses
+    modes.
     """
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 

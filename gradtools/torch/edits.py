@@ -46,7 +46,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """Returns the `Application` of an edit. The first call creates it, and later calls reuse it."""
+    """Returns the `Application` of an edit, which the first call creates and later calls reuse."""
     cotangent = rule.cotangent
     assert cotangent is not None
 

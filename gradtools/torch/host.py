@@ -44,7 +44,7 @@ class KernelCalls:
     Attributes:
         kernel: The `Kernel` of the host function.
         differentiated: The fast path for tensors that require grad, or None if there is none.
-        count: The number of arguments, or 0 for any number.
+        count: The number of arguments, or 0 if any number of arguments is allowed.
         alike: Whether the result is one array with the shape and dtype of the first argument.
         fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
         returns a new array, so that no copy is needed; 0 for other kernels.

@@ -141,8 +141,8 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
 
-    The result for Python also contains the second number of a Gaussian pair. NumPy stores this
-    number only in the state.
+    The result for Python also contains the second number of a Gaussian pair. NumPy stores the
+    second number only in the state.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next

@@ -1,8 +1,9 @@
 """Defines the evaluation and batching of a rule's primitives: primal, value and tangent.
 
 The operands of the tangent primitive are the residuals, followed by the tangents that are not
-symbolic zeros. The parameters of the tangent primitive are `given`, the mask of these tangents, and
-`ys`, the avals of the floating outputs. `installing.py` defines the derivatives of the primitives.
+symbolic zeros. The parameters of the tangent primitive are `given`, the mask of nonzero tangents,
+and `ys`, the avals of the floating outputs. `installing.py` defines the derivatives of the
+primitives.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def _batching_rule(primitive: RulePrimitive) -> Any:
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
         x_axes: Any = axes
         saved_axes: Any = None
-        if primitive is value_p:  # the values are batched
+        if primitive is value_p:  # the known outputs are batched
             first, last = params["xs"], len(args) - rule.extras
             for i in range(first, last):
                 args[i] = args[i] if axes[i] == 0 else shardings.spread(args[i], size, like)

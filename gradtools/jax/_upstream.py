@@ -93,7 +93,7 @@ def stack_of(eqn: Any) -> Sequence[Any]:
     """Returns the stack frames of an equation, innermost first, up to the start of the trace.
 
     `jax.extend.source_info_util.summarize` returns only one line. If JAX removes the traceback,
-    the findings of `why_zero` and other reports have no line.
+    the findings of `why_zero` and other reports contain no source line.
     """
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     return traceback.frames if traceback is not None else ()

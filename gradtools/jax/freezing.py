@@ -49,7 +49,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
             modules.now = state
         outs, _ = call(0, 0, [], replaced_at(rest, arrays, xs), [])
         after = [] if modules is None else modules.after
-        # A rule cannot return keys.
+        # A rule cannot return PRNG keys.
         plain = [jax.random.key_data(x) if is_key(x) else x for x in after]
         both = *outs, *map(jax.lax.stop_gradient, plain)
         return [y if isinstance(y, jax.Array) else asarray(y) for y in both]

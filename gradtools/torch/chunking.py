@@ -89,13 +89,13 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """Returns the name of the distributed wrapper class that `kind` is or derives from, or None."""
+    """Returns the name of the distributed wrapper class in the MRO of `kind`, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
 
 def recomputes() -> bool:
-    """Returns whether chunks are recomputed, because a graph is recorded and no jvp is active."""
+    """Returns whether chunks are recomputed: a graph must be recorded, and no jvp may be active."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()

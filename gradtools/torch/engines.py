@@ -81,7 +81,7 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
     result: Evaluation = _outside_of_dynamo(engine, fun, leaves, once)
     if upstream.DYNAMO not in sys.modules or (once and not upstream.compiles_here()):
         return result
-    # Dynamo would otherwise compile Python code that autograd calls, such as rules.
+    # Without `uncompiled`, dynamo would compile Python code that autograd calls, such as rules.
     return replace(result, pullback=partial(uncompiled, result.pullback))
 
 

@@ -256,7 +256,7 @@ class _Use(Program):
         return pull, inputs
 
     def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Computes the tangents J(z) u in forward mode."""
+        """Computes the tangents of the outputs at `zs` along `us` in forward mode."""
         with dual_level():
             duals = [_dual(z, u) for z, u in zip(zs, us, strict=True)]
             with torch.enable_grad():

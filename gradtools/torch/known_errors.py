@@ -64,7 +64,7 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
             raise refusal(error, text) from error
 
 
-# The advice for errors for which gradtools has an alternative, by patterns of PyTorch's texts.
+# The advice for errors for which gradtools has an alternative, keyed by patterns of their texts.
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "

@@ -77,7 +77,7 @@ class _Pushed(Program):
         self._fun, self._size = fun, count
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
-        """Returns results that are differentiable at the tensors in `given` and in `mode.read`."""
+        """Returns results that are differentiable with respect to `given` and `mode.read`."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Exclude tensors that the function created, such as aliases of a derivative inside of the
         # function.

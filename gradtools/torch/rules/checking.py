@@ -167,7 +167,7 @@ class Closures:
     Captured rules are not searched, because a rule checks its closures when it is called.
 
     Attributes:
-        empty: Whether the functions close over nothing.
+        empty: Whether the functions close over no cells, tensors or containers.
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:

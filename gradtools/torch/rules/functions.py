@@ -87,7 +87,7 @@ class Application:
         """Evaluates the rule at detached inputs, and stores the maps."""
         rule, written = self.rule, self.rule.contract is not None
         before = Randomness.now(xs) if written else None
-        with torch.set_grad_enabled(written):  # outputs that require grad show a captured tensor
+        with torch.set_grad_enabled(written):  # a captured tensor makes outputs require grad
             return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
@@ -206,7 +206,7 @@ class RuleFunction(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """Attaches an autograd node to known outputs. Used if no transform or mode is active.
+    """Attaches an autograd node to known outputs, if no transform or mode is active.
 
     The method `forward` also sets up the context object, so PyTorch does not call `setup_context`.
     """

@@ -309,12 +309,13 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 # PyTorch has no public interface for the operations below. Each hack is confined to one module:
 #
 # - `known_errors` matches error messages, since PyTorch's errors have no types.
-# - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise` from
-#   an error of PyTorch.
+# - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
+#   from an error of PyTorch.
 # - `thread_patches` patches classes during a call that modes cannot intercept.
 # - `compiling` installs an import hook, since dynamo identifies marked functions by object and
 #   importing dynamo takes seconds.
 # - `host` registers one operator, since compiled programs contain no Python objects.
 # - `state` reads the memory of Python's and NumPy's random generators, since copying their states
 #   takes longer than a small layer.
-# - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs once.
+# - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs
+#   once.

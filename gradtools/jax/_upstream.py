@@ -1,13 +1,13 @@
 """The undocumented names of JAX that gradtools uses, and the reasons for their use.
 
-Other modules import these names from this module. Private names of `jax._src` are imported for the
-classes of a jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing
-`jax.extend.core` loads all of Pallas, which took half of the time of `import gradtools.jax`; a test
-asserts that both names refer to the same objects. The other names are attributes of equations and
-jaxprs (source line, name of the function), which drawings, formulas and error messages read, and
-the name of one method. All names exist in JAX 0.7.2 to 0.12 unless a docstring states versions.
-Sentences with "If JAX removes" state the effect of a removal. `tests/jax/test_upstream.py` tests
-the names that the tests of the operators do not cover.
+Other modules import the names below from this module. Private names of `jax._src` are imported for
+the classes of a jaxpr, the current trace, linearization rules, and one cache. The classes are
+public in `jax.extend.core`, but importing `jax.extend.core` loads all of Pallas, which takes half
+of the time of `import gradtools.jax`; a test asserts that both names refer to the same objects. The
+other names are attributes of equations and jaxprs (source line, name of the function), which
+drawings, formulas and error messages read, and the name of one method. All names exist in JAX 0.7.2
+to 0.12 unless a docstring states versions. Sentences with "If JAX removes" state the effect of a
+removal. `tests/jax/test_upstream.py` tests the names that the tests of the operators do not cover.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ weakly_cached: set[type] = next(
 
 JAX caches the output types of equations by their parameters (2048 entries). Strong references to a
 rule would prevent objects over which the user's functions close from being freed. If JAX removes
-the name, such objects are not freed while they are in the cache.
+the name, these objects are not freed while the rule is in the cache.
 """
 
 enable_x64: Any = (
@@ -93,7 +93,7 @@ def stack_of(eqn: Any) -> Sequence[Any]:
     """Returns the stack frames of an equation, innermost first, up to the start of the trace.
 
     `jax.extend.source_info_util.summarize` returns only one line. If JAX removes the traceback,
-    the findings of `why_zero` and other reports have no line.
+    the findings of `why_zero` and other reports contain no source line.
     """
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     return traceback.frames if traceback is not None else ()
@@ -225,7 +225,7 @@ def is_activation_rule(eqn: Any) -> bool:
     no stack, `why_zero` reports a stopped gradient.
     """
     frames = stack_of(eqn)
-    of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines them
+    of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines activations
     inside = (
         f.function_name
         for f in frames
@@ -239,11 +239,11 @@ def with_variables(
 ) -> FunctionType:
     """Returns a function with the same code, in which some closure cells and globals are replaced.
 
-    flax raises if a captured module is mutated inside of another trace. Replacing the module by a
-    copy is the only workaround, since another thread may read the closure cells of the original
-    function. Benefit: loops and rules may contain functions that capture modules. Cost: if a
-    function's globals contain a flax module, `global` assignments in the function change a copy of
-    the globals.
+    flax raises an error if a captured module is mutated inside of another trace. Replacing the
+    module by a copy is the only workaround, since another thread may read the closure cells of the
+    original function. Benefit: loops and rules may contain functions that capture modules. Cost: if
+    a function's globals contain a flax module, `global` assignments in the function change a copy
+    of the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

@@ -24,7 +24,10 @@ from gradtools.jax.shardings import varies as varies  # used by the accumulator
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Returns the target with grads added to its leaves, or with leaves replaced by grads."""
+    """Returns a copy of the target in which the gradients are added to the leaves.
+
+    If not `add`, the gradients replace the leaves. A leaf whose gradient is None is unchanged.
+    """
     caller = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
@@ -100,7 +103,7 @@ def added(totals: Any, xs: Any, weight: Any) -> bool:
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """Returns `(treedef, sums, weight, dtypes)`, summed over all devices along an axis."""
+    """Returns `(treedef, sums, weight, dtypes)`, with sums and weight over a mapped axis."""
     caller = "GradientAccumulator.mean"
     if own is None:  # all devices run one program, so nothing was added on any device
         raise GradtoolsError(

@@ -1,6 +1,6 @@
 """Conversions of arrays, random keys, and the array-API namespace in JAX.
 
-Conversions preserve the dtype of NumPy or raise an error. Without x64, JAX would silently convert
+Conversions from NumPy preserve the dtype or raise an error. Without x64, JAX would silently convert
 float64 to float32 and drop the high bits of seeds. Random keys are JAX's typed PRNG keys.
 
 ``gradtools.arrays`` documents the public names.

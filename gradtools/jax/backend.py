@@ -65,9 +65,9 @@ class JaxBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        """Converts x to an array, weakly typed for a Python float or complex.
+        """Converts x to an array, which is weakly typed if x is a Python float or complex number.
 
-        Integers are unchanged.
+        A Python integer is returned unchanged.
         """
         if isinstance(x, float | complex) or hasattr(x, "__array__"):
             return jnp.asarray(x)

@@ -1,8 +1,8 @@
-"""Implements `gradtools.testing.checked` in JAX: evaluates f's jaxpr with fixed stopped values.
+"""Implements `gradtools.testing.checked` in JAX, by evaluating f's jaxpr with recorded values.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
-later runs. Edits are identities. A name scope marks the `stop_gradient` equations of gradtools
-itself.
+later runs. Edits other than `straight_through` are evaluated as identities. A name scope marks the
+`stop_gradient` equations of gradtools itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the values of xs and the mask of differentiated xs, or empty lists under a trace."""
+    """Yields the values of xs and the mask of differentiated xs, or two empty lists.
+
+    The lists are empty if no element of xs is differentiated or a value is traced.
+    """
     values = list(xs)
     for i, x in enumerate(xs):
         while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
@@ -69,7 +72,7 @@ def native(xs: Sequence[Any]) -> Iterator[Any]:
 
 
 class HeldProgram(CheckedProgram):
-    """Runs f again at other points; results of `stop_gradient` are the values of the first run."""
+    """Runs f again at other points, with the results of `stop_gradient` from the first run."""
 
     half = sys.modules[__name__]
 
@@ -82,7 +85,7 @@ class HeldProgram(CheckedProgram):
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values, so stopped values cannot be recorded
+            except jax.errors.JAXTypeError:  # f reads values, so f cannot be traced
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values
@@ -98,7 +101,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """Records an argument of `stop_gradient` in the first run; later runs return that value."""
+        """Returns x in the first run, and the recorded x in later runs, without a gradient."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)
@@ -120,7 +123,7 @@ class HeldProgram(CheckedProgram):
         return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
-        """Updates `eps`, counts stopped gradients inside of the equation and records outputs."""
+        """Updates `eps` and `unseen`, and records the outputs of the equation."""
         if self.recorded is None:
             self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)

@@ -1,6 +1,6 @@
 """Runs chunks as a `jax.lax.scan`, whose body is rematerialized in the backward pass.
 
-    first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
+    first pass   y_i, s_{i+1} = f(x_i, s_i)        stores no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
 Consecutive chunks of equal shapes form a run, which is evaluated by one scan. f is traced once for
@@ -142,7 +142,7 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Adds float32 slots, in which a scan sums the cotangents of 16-bit constants."""
+        """Returns a copy with float32 slots, where a scan sums cotangents of 16-bit constants."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
@@ -205,7 +205,7 @@ class _Steps:
         return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
-        """Traces the function that evaluates chunks of a kind to a jaxpr, the body of a scan."""
+        """Returns the traced program of the chunks of a kind, which is the body of a scan."""
         key = kind, *map(varies, carry)
         if key not in self._traced:
             number = self.kinds.index(kind)
@@ -223,7 +223,7 @@ class _Steps:
         """Raises an error if f draws random numbers per example with a key that chunks share.
 
         Random numbers that do not depend on the examples, such as a mask of weights, are allowed.
-        Such random numbers have the same shape for other chunk sizes.
+        The shapes of allowed random numbers do not depend on the chunk size.
         """
         chunks = self.chunks
         if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):
@@ -285,7 +285,7 @@ def _is_array(x: Any) -> bool:
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
     """Returns the new carry leaf.
 
-    Raises an error if its shape or dtype differs from the old leaf.
+    Raises an error if the shape or dtype of `new` differs from the shape or dtype of `old`.
     """
     new = jnp.asarray(new)
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:

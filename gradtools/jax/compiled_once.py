@@ -5,7 +5,7 @@ an operator creates a new function in each call. The user's function is traced i
 the values that it reads may have changed, and programs with equal equations share one compilation.
 Captured arrays are arguments of the program, so the cache does not reference arrays.
 
-A program with a rule of the user (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
+A program with a user-defined rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
 call, because the code of the rule runs later and may read other values. For a function of JAX with
 a rule, such as `jax.nn.relu`, the equations of its pullback are part of the key.
 """
@@ -55,7 +55,7 @@ def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
     jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # a jaxpr of JAX 0.12 references its arrays
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
-    except TypeError:  # not comparable or not hashable
+    except TypeError:  # a parameter is not comparable or not hashable
         return derive(_Program((), jaxpr).__call__)
 
 
@@ -143,5 +143,5 @@ def _key_of_rule(eqn: Eqn) -> Hashable:
 
 
 def _is_function(x: Any) -> bool:
-    """Returns whether x is a function, or one of JAX's transformed functions."""
+    """Returns whether x is a function, including functions that JAX has transformed."""
     return (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _PLAIN)

@@ -69,7 +69,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
 
 
 def reached(fun: Fun, leaves: list[Array]) -> list[bool]:
-    """See `Backend.reached`. Outside of a trace nothing is differentiated."""
+    """See `Backend.reached`. Outside of a trace, all leaves count as reached."""
     in_trace = reachability.within_a_trace() or not all_known(leaves)
     traced = _traced(fun, leaves) if in_trace and leaves else None
     if traced is None:
@@ -79,7 +79,7 @@ def reached(fun: Fun, leaves: list[Array]) -> list[bool]:
 
 
 def _reached(traced: tuple[jaxprs.TracedProgram, list[Any]], outs: int) -> list[bool]:
-    """Returns whether each leaf of a traced function reaches its first `outs` results."""
+    """Returns, for each leaf of a traced function, whether it reaches the first `outs` results."""
     closed = ClosedJaxpr(traced[0].jaxpr, traced[1])  # the only inputs are the leaves
     return [*map(any, zip(*reachability.reached_matrix(closed)[:outs], strict=True))]
 

@@ -49,7 +49,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
             modules.now = state
         outs, _ = call(0, 0, [], replaced_at(rest, arrays, xs), [])
         after = [] if modules is None else modules.after
-        # A rule cannot return keys.
+        # A rule cannot return PRNG keys.
         plain = [jax.random.key_data(x) if is_key(x) else x for x in after]
         both = *outs, *map(jax.lax.stop_gradient, plain)
         return [y if isinstance(y, jax.Array) else asarray(y) for y in both]
@@ -71,7 +71,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
 class _TracedOnce:
     """A function of flat arrays that is traced once for all derivatives.
 
-    Each derivative evaluates the jaxpr. To trace the function again for each derivative would take
+    Each derivative evaluates the jaxpr. Tracing the function again for each derivative would take
     exponential time in nested frozen functions. For arguments with other avals, such as arrays that
     vary over a mesh, the function itself is called.
     """
@@ -151,7 +151,7 @@ class _Use:
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Returns whether G contains a primitive of these names, or True if G cannot be traced."""
+        """Returns whether G contains a primitive in `names`, or True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return holds(self.fun.program.jaxpr, *names)
         try:
@@ -183,7 +183,7 @@ def _pullback(
     """Returns the pullback as a rule that maps (arguments, residuals, cotangents) to cotangents.
 
     Args:
-        use: The frozen function.
+        use: The call of the frozen function.
         inputs: The number of arguments of the frozen function.
         treedef: The treedef of the pullback that `jax.vjp` returned, whose leaves are the
             residuals.

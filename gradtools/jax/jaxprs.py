@@ -43,7 +43,7 @@ class TracedProgram:
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
-    """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
+    """Returns fun as a `TracedProgram`, and the arrays that fun closes over (closure conversion).
 
     Closed-over NumPy arrays are copied, because users may overwrite them before the backward pass.
     """
@@ -64,7 +64,7 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in an equation's parameter, or in all of its parameters."""
+    """Yields the jaxprs in a parameter of an equation, or in a dictionary of all parameters."""
     if hasattr(open_jaxpr(value), "eqns"):
         yield open_jaxpr(value)
     elif isinstance(value, dict):
@@ -85,7 +85,7 @@ def is_ref(var: Any) -> bool:
 
 
 def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Returns, for each variable, whether it is floating or complex."""
+    """Returns, for each variable, whether its dtype is floating-point or complex."""
     return [*map(is_inexact, variables)]
 
 
@@ -95,7 +95,7 @@ def targets(eqn: Eqn) -> list[Any]:
 
 
 def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
-    """Yields the equations at any depth. Each sub-jaxpr is visited once.
+    """Yields the equations of a jaxpr and of its sub-jaxprs. Each sub-jaxpr is visited once.
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
@@ -152,7 +152,7 @@ DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def named_after(f: Any, program: F) -> F:
-    """Makes JAX's errors about traced values report the location of f instead of the program's."""
+    """Makes JAX's errors about traced values report the location of f, not of `program`."""
     program.__signature__ = _ARGS  # type: ignore[attr-defined]
     program.__wrapped__ = f  # type: ignore[attr-defined]
     return program

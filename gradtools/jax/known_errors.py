@@ -1,9 +1,9 @@
 """Re-raises known errors of JAX, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
-JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. Other modules
-of this backend do not read error texts. If JAX rewords an error, the error is raised without
-advice.
+checks by the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
+Other modules of this backend do not read error texts. If JAX rewords an error, the error is raised
+without advice.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Opened:
         return out
 
     def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: Sequence[Any]) -> Any:
-        """Rebuilds the modules of a differentiated tree, and copies the modules of other trees."""
+        """Rebuilds the modules of a differentiated tree, or replaces other modules by copies."""
         if rest is None:
             if not copies or not _modules(self._kinds, tree):
                 return tree

@@ -3,11 +3,11 @@
 An input reaches an output if data flows from the input to the output without passing a cut: a
 stopped gradient, a conversion of floats to integers or booleans, or a host callback. A derivative
 that is zero (round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so
-this module analyses the data flow of the jaxpr (a forward may-analysis)::
+this module analyzes the data flow of the jaxpr (a forward may-analysis)::
 
     bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 
-Sets of inputs are bit masks with one bit per input; each sub-jaxpr is analysed once. The *raw* flow
+Sets of inputs are bit masks with one bit per input; each sub-jaxpr is analyzed once. The *raw* flow
 is the same analysis without cuts and with control dependence.
 
 `seeing/jax/graphs.py` finds the equations at which a gradient is lost.
@@ -41,7 +41,7 @@ def within_a_trace() -> bool:
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
-    """Returns a boolean matrix: for each output and input of a jaxpr, whether the input reaches it.
+    """Returns a boolean matrix: entry (k, i) is whether input i of a jaxpr reaches output k.
 
     If not `raw`, integer and boolean inputs reach no output, and no input reaches an integer or
     boolean output.

@@ -27,11 +27,11 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
 
 
 rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == "pure_callback")
-"""`jax.checkpoint` that saves the results of host callbacks and recomputes all other values."""
+"""`jax.checkpoint` with a policy that saves only the results of host callbacks."""
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls f(*args, **kwargs), which is recomputed in the backward pass."""
+    """Calls `f(*args, **kwargs)`. The backward pass recomputes f."""
     if not reachability.within_a_trace():
         return f(*args, **kwargs)  # f is not differentiated
     modules = stateful("checkpoint", f, (args, kwargs))
@@ -48,7 +48,7 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls f(*args, **kwargs), which is recomputed in the backward pass, without module state.
+    """Calls `f(*args, **kwargs)` without module state. The backward pass recomputes f.
 
     Captured NumPy arrays are copied. Array arguments are inputs of the program. All other values
     are constants of the program, so f may branch on these values.
@@ -71,7 +71,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
-    """Raises an error if a program creates a mutable array, because JAX 0.10 cannot recompute it.
+    """Raises an error if a program creates a mutable array, which JAX 0.10 cannot recompute.
 
     For a program with a mutable array, `jax.checkpoint` raises a KeyError without explanation, and
     a scan silently returns a wrong value in reverse mode.

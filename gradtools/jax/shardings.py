@@ -22,18 +22,18 @@ from gradtools.jax._upstream import as_varying, varying_axes
 
 
 def entries(x: Any) -> tuple[Any, ...]:
-    """Returns, for each axis of an array or aval, the mesh axes over which it is sharded."""
+    """Returns, for each axis of an array or aval, the mesh axes over which the axis is sharded."""
     aval = _aval(x)
     return padded(getattr(getattr(aval, "sharding", None), "spec", ()), aval.ndim)
 
 
 def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
-    """Pads a PartitionSpec with an entry for every axis."""
+    """Pads a PartitionSpec with None, so that it has one entry for each of `ndim` axes."""
     return (*spec, *[None] * (ndim - len(spec)))
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """Shards one axis of x over the mesh axes `entry`, or replicates it if it is not divisible."""
+    """Shards an axis of x over the mesh axes `entry`, or replicates the axis if it does not fit."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
@@ -86,7 +86,7 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
-    """Reshapes x: the axes from `at` on become `count` axes, one of which may be sharded.
+    """Reshapes x so that axes at position `at` become `count` axes, one of which may be sharded.
 
     entry: The position of the sharded axis among the new axes, and its mesh axes.
     """
@@ -151,7 +151,7 @@ def names(entry: Any) -> tuple[Any, ...]:
 
 
 def varying(x: Any, axes: frozenset[Any]) -> Any:
-    """Casts x to vary over the given mesh axes, in addition to its own."""
+    """Casts x to vary over the given mesh axes and over all axes over which x already varies."""
     missing = axes - varies(x)
     return as_varying(x, sorted(missing)) if missing else x
 

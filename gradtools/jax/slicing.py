@@ -28,7 +28,7 @@ class Split:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
-        if cut.interleaved:  # the rows that all chunks have: (rows per chunk, chunks)
+        if cut.interleaved:  # the table of shape (rows per chunk, chunks)
             self._least = cut.size // cut.count
             even = cut.size == self._least * cut.count
             part = x if even else _part(self._rows, 0, self._least * cut.count, axis)

@@ -11,7 +11,7 @@ from jax.experimental.sparse import BCOO
 
 
 def sparse_array(index: np.ndarray, values: jax.Array, shape: Sequence[int]) -> BCOO:
-    """Creates a BCOO array. `index` has one row per axis; columns are sorted and unique."""
+    """Creates a BCOO array. `index` has one row per axis, and has sorted and unique columns."""
     indices = jnp.asarray(index.T, np.int32)
     return BCOO((values, indices), shape=tuple(shape), indices_sorted=True, unique_indices=True)
 

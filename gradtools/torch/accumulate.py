@@ -34,9 +34,9 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Adds each gradient to the parameter's `.grad`, or sets `.grad`.
+    """Adds each gradient to the parameter's `.grad`, or assigns it to `.grad` if not `add`.
 
-    If an error is raised, nothing is written.
+    Returns `target`. If an error is raised, no `.grad` is changed.
     """
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
@@ -54,7 +54,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs parameters and gradients by name. Returns None if an entry is invalid or repeated."""
+    """Pairs parameters and gradients by name. Returns None if `_pairs` must check the pairs."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -66,7 +66,8 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
     """Pairs each parameter with its gradient.
 
-    Raises an error if an entry is invalid or repeated.
+    Raises an error if an entry is invalid. If a parameter is repeated, its gradients are added if
+    `add`; otherwise an error is raised.
     """
     if target is None:
         raise GradtoolsError(
@@ -97,7 +98,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """Returns the detached tensor, or None if x is not a tensor."""
+    """Returns x without its graph, or None if x is not a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 
@@ -106,13 +107,13 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def current_trace() -> Any:
-    """Returns an identifier of the active `torch.func` transforms, or None if there are none."""
+    """Returns the level of the innermost active transform of `torch.func`, or None."""
     level = upstream.peek_interpreter_stack()
     return None if level is None else level.level()
 
 
 spec: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("layout", "dtype", "shape", "device")
-"""The properties that all gradients of a parameter must share."""
+"""Returns the properties that must be equal for all gradients of a parameter."""
 
 
 def varies(x: torch.Tensor) -> frozenset[Any]:
@@ -121,7 +122,7 @@ def varies(x: torch.Tensor) -> frozenset[Any]:
 
 
 def spec_in_words(spec: tuple[Any, ...]) -> str:
-    """Describes dtype, shape and device of a tensor in words, and a layout that is not dense."""
+    """Describes a tensor's dtype, shape and device, and its layout if the tensor is not strided."""
     layout, dtype, shape, device = spec
     words = "" if layout == torch.strided else f"{_short(layout)} "
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
@@ -143,9 +144,9 @@ def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
 
 
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
-    """Adds weight times xs to the sums in place.
+    """Adds weight times xs to `totals` in place.
 
-    Returns False if the sums cannot be written in place.
+    Returns False if `totals` cannot be changed in place.
     """
     if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
@@ -160,7 +161,7 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """Returns `(treedef, sums, weight, dtypes)` with the sums and the weight of all processes."""
+    """Returns `(treedef, sums, weight, dtypes)`; the sums and the weight are over all ranks."""
     # Imported here, since importing torch.distributed is slow and few programs use it.
     from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
 
@@ -235,9 +236,9 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """Returns a function and its arguments; the call of the function adds g to `p.grad`.
+    """Returns a function and its two arguments. Calling the function adds g to `p.grad`.
 
-    buffers: The storage keys of all gradients (see `storage_key`).
+    buffers: The storage keys of the `.grad` tensors of all parameters (see `storage_key`).
     """
     old = p.grad
     if upstream.storage_key(g) in buffers:
@@ -254,9 +255,9 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
 
 
 def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Returns the gradients detached, as autograd stores them in `.grad`.
+    """Returns the detached gradients.
 
-    Copies all gradients if two gradients share memory or entries of a gradient share memory.
+    Copies all gradients if one of them is not contiguous or if two of them may share memory.
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
@@ -316,7 +317,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 
 
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
-    """Checks quickly whether all targets are ordinary leaves with matching gradients."""
+    """Returns whether all targets are plain leaf tensors with matching gradients."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
     if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False
@@ -330,7 +331,11 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """Returns `p.grad_dtype` (p's dtype before PyTorch 2.10), or the dtype of `.grad` for None."""
+    """Returns the dtype that a gradient of p must have.
+
+    The result is `p.grad_dtype`, or p's dtype before PyTorch 2.10. If `p.grad_dtype` is None, the
+    result is the dtype of `p.grad`, or of g if `p.grad` is None.
+    """
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

@@ -73,7 +73,7 @@ def to_numpy(x: Any) -> np.ndarray:
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
     """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
-    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 would read missing memory
+    return y.clone() if upstream.is_zero(y) else y  # a zero tensor has no memory to read
 
 
 def random_key(seed: Any) -> torch.Tensor:

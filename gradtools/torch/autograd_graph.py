@@ -1,4 +1,4 @@
-"""Reads autograd's graph: nodes, the leaves on which a result depends, and the pullback."""
+"""Finds the nodes and leaves in the autograd graph of a result, and computes pullbacks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """Calls `torch.autograd.grad` without argument checks. The gradient of an unused input is None.
 
-    plain: Whether a checkpoint recomputes its function with `PlainKernels`.
+    plain: Whether checkpoints in the graph recompute their functions with `PlainKernels`.
     """
     if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)

@@ -141,7 +141,7 @@ class TorchBackend(FrameworkBackend):
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
         norm = norms[0] if len(norms) == 1 else norm_of(torch.stack(norms))
-        # If all entries are zero, so are the results; an infinite entry makes all results NaN.
+        # If all entries are zero, the results are zero; an infinite entry makes all results NaN.
         norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
         factor = norm.clamp(max=bound) / norm
         narrow = (torch.float16, torch.bfloat16)
@@ -165,7 +165,7 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are read-only
+        if x.requires_grad or len(parts) < 2:  # autograd makes views of `split` read-only
             return super().split(x, parts)
         return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 

@@ -46,14 +46,15 @@ _thread = _Captures()
 
 
 def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
-    """Maps the id of each replaced tensor in this thread to the tensor and its replacement."""
+    """Returns the replaced tensors of this thread with their replacements, keyed by tensor id."""
     return {} if _thread.mode is None else _thread.mode.of
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns xs with replacements.
+    """Returns a list of xs in which replaced tensors are exchanged for their replacements.
 
-    `Function.apply` bypasses modes, so its arguments need this call.
+    Call this function on the arguments of `Function.apply`, because `Function.apply` bypasses
+    modes.
     """
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 
@@ -61,7 +62,7 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 class Replaced(TorchFunctionMode):
     """Context manager that replaces captured tensors by other tensors in the operations of f.
 
-    of: The pairs of tensors and replacements of an outer `Replaced` context.
+    of: The attribute `of` of an outer `Replaced`, whose replacements also apply.
     """
 
     _before: Replaced | None = None
@@ -159,7 +160,7 @@ class Captured(Replaced):
         return x if self._is_beneath() else self._entered_level(x)
 
     def _is_beneath(self) -> bool:
-        """Returns whether a node runs at a level of torch.func below the level of f."""
+        """Returns whether the active level of torch.func is below the level of f."""
         level = upstream.peek_interpreter_stack()
         return level is None or level.level() < self._level
 
@@ -171,7 +172,7 @@ class Captured(Replaced):
         moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
         if not moves or upstream.maybe_get_level(x) == self._level:
             return x
-        if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform in f
+        if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform that f calls
             beneath = _beneath(x, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
@@ -282,7 +283,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs. One of the xs becomes batched in all vmaps in which a tensor of ys is batched.
+    """Returns xs, with one tensor batched in all vmaps in which a tensor of ys is batched.
 
     torch.func does not enter a level of vmap for a pullback whose inputs are not batched, but the
     random numbers that f drew in the first pass may be batched.

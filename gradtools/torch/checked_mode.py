@@ -58,14 +58,17 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the detached xs and their requires_grad flags, or empty lists if grad mode is off."""
+    """Yields the detached xs and their requires_grad flags, or two empty lists.
+
+    The lists are empty if grad mode is off or a transform traces xs.
+    """
     moving = [isinstance(x, Tensor) and x.requires_grad for x in xs]
     values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
     yield (values, moving) if torch.is_grad_enabled() and not traced(xs) else ([], [])
 
 
 class HeldProgram(CheckedProgram, TorchFunctionMode):
-    """Runs f again at other points; detached values are the values of the first run."""
+    """Runs f again at other points, with the values that f detached in the first run."""
 
     half = sys.modules[__name__]
 
@@ -138,7 +141,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluates the forward function of an edit without the custom derivative."""
+        """Evaluates an edit by operations that PyTorch differentiates, without the custom rule."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]
@@ -147,7 +150,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     # --- the operations of f
 
     def hold(self, y: Any, in_place: bool = False) -> Any:
-        """Records a value that f detaches in the first run; later runs return that value."""
+        """Returns y in the first run, and the recorded y of the first run in later runs."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)
@@ -230,7 +233,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
 
 
 def _with_hooks(x: Tensor, hooks: Any) -> Tensor:
-    """Returns a view of x on which the hooks of a parameter are registered, or x without hooks."""
+    """Returns a view of x on which the given hooks are registered, or x if there are no hooks."""
     y = x.view_as(x) if hooks else x
     for hook in (hooks or {}).values():
         y.register_hook(hook)

@@ -56,9 +56,10 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """Returns f's state, or None in export.
+    """Returns the objects that contain f's state, or None if chunks are not recomputed.
 
-    Rejects data-parallel wrappers; warns about batch norm.
+    Raises an error if f contains a data-parallel wrapper, and warns if f contains batch
+    normalization.
     """
     if upstream.is_exporting() or is_plain():
         return None
@@ -88,13 +89,13 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """Returns the name of the distributed wrapper class that `kind` is or derives from, or None."""
+    """Returns the name of the distributed wrapper class in the MRO of `kind`, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
 
 def recomputes() -> bool:
-    """Returns whether to recompute chunks: a graph is recorded, and no jvp is active."""
+    """Returns whether chunks are recomputed: a graph must be recorded, and no jvp may be active."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -103,9 +104,9 @@ def recomputes() -> bool:
 
 
 def verifies(options: ChunkOptions, program: Program) -> bool:
-    """Returns whether to compare this call with its recomputation.
+    """Returns whether to compare the outputs of `program` with the outputs of its recomputation.
 
-    By default, the first call is compared.
+    By default, only the first call of the user's function is compared.
     """
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
@@ -140,7 +141,7 @@ class Chunk:
         return [y for y in outs if isinstance(y, Tensor)] if self.others else outs
 
     def merged(self, ys: Tensors) -> list[Any]:
-        """Returns all outputs, including non-tensors."""
+        """Returns all outputs of the chunk: the tensors `ys` and the non-tensors in `others`."""
         if not self.others:
             return ys
         left, count = iter(ys), len(ys) + len(self.others)
@@ -220,7 +221,7 @@ def checkpointed(
 
 
 def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]:
-    """Returns the sums over chunks of the output leaves, and the carry. Each chunk frees its graph.
+    """Returns the sums of the output leaves over chunks, and the last carry.
 
     weigh: See `Backend.sum_chunks`.
     """

@@ -162,7 +162,7 @@ NO_DOUBLE_BACKWARD = (
 
 @contextmanager
 def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Context manager in which the tensors of a closure become constants of a compiled graph."""
+    """Context manager in which captured tensors become constants of a compiled graph."""
     tracing = upstream.TracingContext.try_get() is not None
     mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
     if mode is None:

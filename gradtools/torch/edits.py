@@ -25,7 +25,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
     """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if type(x) not in PLAIN or _is_wrapped(x):
         return None
-    # `is_followed` is inlined, because a call takes as long as the rest of this function.
+    # `is_followed` is inlined, because calling it takes as long as the rest of this function.
     if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
     if rule.reverse_only:
@@ -46,7 +46,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """Returns the `Application` of an edit. The first call creates it, and later calls reuse it."""
+    """Returns the `Application` of an edit, which the first call creates and later calls reuse."""
     cotangent = rule.cotangent
     assert cotangent is not None
 

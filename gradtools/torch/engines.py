@@ -61,7 +61,7 @@ Push = Callable[[Tensors], Tensors]
 class _Here(threading.local):
     """Counts the derivatives of this thread.
 
-    Class attributes are used because reading them is fastest.
+    The counts are class attributes, because class attributes are the fastest to read.
     """
 
     taken = 0  # number of derivatives so far, to detect functions that take derivatives
@@ -81,7 +81,7 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
     result: Evaluation = _outside_of_dynamo(engine, fun, leaves, once)
     if upstream.DYNAMO not in sys.modules or (once and not upstream.compiles_here()):
         return result
-    # Dynamo would otherwise compile Python code that autograd calls, such as rules.
+    # Without `uncompiled`, dynamo would compile Python code that autograd calls, such as rules.
     return replace(result, pullback=partial(uncompiled, result.pullback))
 
 
@@ -152,7 +152,7 @@ def caller_of(fun: Fun) -> str:
 
 
 class _Evaluated(NamedTuple):
-    """The outputs of a function with their graph, and the aliases that were its arguments."""
+    """The outputs of an evaluated function, with their graph, and the aliases of its arguments."""
 
     outs: Tensors
     extras: list[Any]
@@ -270,7 +270,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """Computes the pushforward as the pullback of the pullback, which is linear."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # the primal values are not used
+    with torch.inference_mode(False), torch.enable_grad():  # records the graph of the gradients
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)

@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Only while autograd's engine runs is it known whether the second derivative along z is needed. Third
+Whether the second derivative along z is needed is known only while autograd's engine runs. Third
 derivatives, and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. The parameters of G are constants: a derivative with respect to them raises an
 error.
@@ -78,7 +78,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         chunk, held = Chunk(whole, 0, whole.lists[0], []), held_by(whole)
         if held is None or not torch.is_grad_enabled():
             return chunk.merged(chunk.run(chunk.xs))
-        if not recomputes() or upstream.forward_level() >= 0:  # G's operations push tangents
+        if not recomputes() or upstream.forward_level() >= 0:  # G's operations propagate tangents
             with _constant(whole.caller, held):
                 return chunk.merged(chunk.run(chunk.xs))
         state = RunState.now(held, uses.state)
@@ -129,7 +129,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """Autograd node that computes the pullback of a call of G, linear in the cotangents."""
+    """Autograd node that computes the pullback of a call of G."""
 
     of: _Use
     pulls = _Second
@@ -236,7 +236,7 @@ class _Use(Program):
         """Returns a copy of this call that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
-    # --- derivatives of a use
+    # --- derivatives of a recorded call
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         gates = range(len(self.captured), len(self.captured) + self.gates)
@@ -256,7 +256,7 @@ class _Use(Program):
         return pull, inputs
 
     def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Computes the tangents J(z) u in forward mode."""
+        """Computes the tangents of the outputs at `zs` along `us` in forward mode."""
         with dual_level():
             duals = [_dual(z, u) for z, u in zip(zs, us, strict=True)]
             with torch.enable_grad():
@@ -271,16 +271,16 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """Returns a context manager in which the derivative with respect to a parameter raises."""
+    """Returns a context manager in which derivatives with respect to parameters raise errors."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
 
 
 class _Constants(torch.autograd.Function):
-    """Returns the constants of G, or one scalar.
+    """Returns the constants of G, or one scalar that represents all constants.
 
-    A derivative with respect to these raises an error.
+    A derivative with respect to a constant raises an error.
 
     Args:
         one: Whether to return one scalar that represents all constants.

@@ -45,7 +45,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes softmax(q k^T / sqrt(d)) v."""
+    """Computes softmax(query key^T / sqrt(d)) value, where d is the size of the last axis."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(times, -3) for x in (key, value))
@@ -70,7 +70,7 @@ _NEEDS_WEIGHTS = 15  # the position of the argument `need_weights`
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls `multi_head_attention_forward` with need_weights=True, without the fused kernel."""
+    """Calls `multi_head_attention_forward` with need_weights=True to avoid the fused kernel."""
     patched = functional.scaled_dot_product_attention is not _FUSED  # a library patched attention
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
@@ -88,7 +88,7 @@ _PLAIN_KERNELS = {**_ATTENTION, **NORMS}
 
 
 class OwnMode(TorchFunctionMode):
-    """Base class of function modes that do not need to intercept gradtools' calls of the engine."""
+    """Base class of function modes that need not intercept calls of autograd's engine."""
 
 
 class PlainAttention(OwnMode):
@@ -115,7 +115,7 @@ def plain_kernels_are_on() -> bool:
 
 
 class MappedNorms(OwnMode):
-    """Replaces a normalization function by its program if two levels differentiate the function."""
+    """Replaces a normalization function by its entry in `NORMS` if two levels differentiate it."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -130,7 +130,7 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 
 
 class OneTangent(PlainAttention):
-    """Evaluates dual numbers without a graph, and without tangents in `no_grad` blocks.
+    """Evaluates operations on dual numbers without a graph, and `no_grad` blocks without tangents.
 
     PyTorch propagates tangents through `no_grad` blocks (pytorch#128600). `frozen` and
     `mixed_partial` use this mode if gradtools has chosen forward mode. PyTorch's jvp rules of
@@ -161,7 +161,7 @@ class OneTangent(PlainAttention):
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # needs a graph, but none is recorded
+        if fun is torch.autograd.grad:  # needs a graph, but no graph is recorded
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun
@@ -254,14 +254,14 @@ _RULES: dict[Any, Any] = {
 
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
-    """Returns whether all tensors and active modes are plain, so that no mode needs the call."""
+    """Returns whether all xs are plain tensors and all active function modes are `OwnMode`s."""
     return PLAIN.issuperset(map(type, xs)) and all(
         isinstance(mode, OwnMode) for mode in upstream.function_modes()
     )
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:
-    """Returns the function mode that chooses the kernels for `torch.func.vjp` of a function."""
+    """Returns a context manager that chooses the kernels for `torch.func.vjp` of `fun`."""
     around = [level.key() for level in upstream.get_interpreter_stack()[:-1]]
     kinds = upstream.TransformType
     if getattr(fun, "plain_kernels", False) or kinds.Grad in around or kinds.Jvp in around:
@@ -274,7 +274,7 @@ traced: list[bool] = []  # has an entry while dynamo traces a function that is d
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:
-    """Calls `fun(*xs)` while dynamo traces it; `plain` enables `PlainKernels`."""
+    """Calls `fun(*xs)` for a derivative that dynamo may trace. `plain` enables `PlainKernels`."""
     traced.append(True)
     try:
         with PlainKernels() if plain else _NOTHING:

@@ -1,4 +1,4 @@
-"""Unwraps functorch and dual tensors, and creates zeros like them."""
+"""Inspects and unwraps functorch wrappers and dual tensors, and creates zeros like them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def alive(x: Tensor) -> Tensor:
     """Removes the wrappers of finished transforms from x.
 
     A pullback that is called after a transform has ended may receive such a wrapper. A new
-    transform at the same level would mistake the wrapper for a wrapper of its own.
+    transform at the same level would treat the wrapper as its own wrapper.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)
@@ -155,7 +155,7 @@ def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -
 
 
 def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
-    """Returns a tensor of ones, with which a linear map is traced; the map may branch on zeros."""
+    """Returns ones. A linear map is traced with ones, because the map may branch on zeros."""
     if example is not None:
         return torch.ones_like(example.x)
     return torch.ones(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Differentiable collectives over the processes of a group: `all_gather`, and sums over ranks."""
+"""Collectives over the processes of a group: a differentiable `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
 
 
 def _groups_of(group: Any) -> list[Any]:
-    """Returns the process group, or the groups along the dimensions of a DeviceMesh."""
+    """Returns `[group]`, or the groups along all dimensions if `group` is a DeviceMesh."""
     return group.get_all_groups() if hasattr(group, "get_all_groups") else [group]
 
 
@@ -118,7 +118,7 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
-    """Applies a linear collective as a rule. Under vmap, the batch is another axis of each row."""
+    """Applies a linear collective as a rule. Under vmap, the batch axis is an axis of each row."""
 
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]

@@ -21,7 +21,7 @@ def normal(x: Tensor) -> Tensor:
 
 
 def kept(fun: Any, x: Tensor) -> Tensor:
-    """Returns x. A parameter is detached if a lazy graph attaches the results to it later."""
+    """Returns x, detached if x is a parameter to which a lazy graph will attach the results."""
     return x.detach() if id(x) in getattr(fun, "own", ()) and fun.is_deferred() else x
 
 
@@ -49,7 +49,7 @@ def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
-    """Detaches the tensors that require grad. Other entries and None are unchanged.
+    """Returns a list of xs in which the tensors that require grad are detached.
 
     of_tangent: Whether to detach the tangents too.
     """
@@ -67,7 +67,7 @@ def in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tens
 
 
 def tangent_in_memory(tangent: Tensor | None, like: Tensor) -> Tensor:
-    """Returns the tangent, or allocated zeros if it is None or PyTorch's symbolic zero."""
+    """Returns the tangent, or allocated zeros if the tangent is None or a symbolic zero."""
     if tangent is None or upstream.is_zero(tangent):
         return torch.zeros_like(like, requires_grad=False)
     return tangent

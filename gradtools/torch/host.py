@@ -44,7 +44,7 @@ class KernelCalls:
     Attributes:
         kernel: The `Kernel` of the host function.
         differentiated: The fast path for tensors that require grad, or None if there is none.
-        count: The number of arguments, or 0 for any number.
+        count: The number of arguments, or 0 if any number of arguments is allowed.
         alike: Whether the result is one array with the shape and dtype of the first argument.
         fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
         returns a new array, so that no copy is needed; 0 for other kernels.
@@ -104,7 +104,7 @@ class KernelCalls:
         return _tensor(call.owned(y, expected)[0])
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
-        """Returns the `KernelCall` for the shapes and dtypes of arrays, and the result specs."""
+        """Returns the `KernelCall` for the shapes and dtypes of arrays, and its `Results`."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
 
@@ -130,7 +130,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Returns a copy of x, since the kernel may store the array and x may be changed in place."""
+    """Copies x to NumPy, since the kernel may store the array and x may be changed in place."""
     x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
@@ -162,7 +162,7 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """Calls a kernel that has no derivative. A differentiation raises an error."""
+    """Calls a kernel that has no derivative. Differentiating the call raises an error."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class explained:
 def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = False) -> None:
     """Raises a known error of PyTorch again, with advice. Does nothing for other errors.
 
-    mapped: Whether the error came from vmap; True also inside of vmap.
+    mapped: Whether to include advice for errors of vmap, which is always included inside of vmap.
     """
     said = _torch_says(error)
     levels = upstream.get_interpreter_stack() or ()
@@ -64,7 +64,7 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
             raise refusal(error, text) from error
 
 
-# Errors for which gradtools has an alternative: patterns of PyTorch's texts, and the advice.
+# The advice for errors for which gradtools has an alternative, keyed by patterns of their texts.
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
@@ -131,7 +131,7 @@ _ADVICE = {
     ),
 }
 
-# Errors that have other causes outside of vmap.
+# The advice for errors that have other causes outside of vmap.
 _MAPPED = {
     "doesn't match the broadcast shape|stack expects each tensor to be equal size": (
         "in PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "

@@ -54,7 +54,7 @@ def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
 
 
 def is_nested() -> bool:
-    """Returns whether the call is inside of torch.func or of forward mode."""
+    """Returns whether a transform of torch.func or forward mode is active."""
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
@@ -74,7 +74,7 @@ class _LazyPull(Pull):
 
 
 class LazyGraph(Program):
-    """Results of a derivative with respect to modules, which are recomputed if differentiated.
+    """Program that recomputes the results of a derivative with respect to modules.
 
     The arguments of the program are the results that already have a graph; f does not read these
     arguments.

@@ -31,7 +31,7 @@ Tensors = list[Tensor]
 def jvps(
     fun: Fun, leaves: Tensors, many: Sequence[Tensors]
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
-    """Computes `jvp` along many tangents.
+    """Computes `jvp` along each element of `many`.
 
     A dual number has one tangent, so each direction needs a separate evaluation; all evaluations
     start from the same random state and the same buffers.
@@ -77,7 +77,7 @@ class _Pushed(Program):
         self._fun, self._size = fun, count
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
-        """Returns results that are differentiable at the tensors in `given` and in `mode.read`."""
+        """Returns results that are differentiable with respect to `given` and `mode.read`."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Exclude tensors that the function created, such as aliases of a derivative inside of the
         # function.
@@ -94,7 +94,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes tangents by the transpose of the pullback, which is linear in cotangents."""
+        """Computes the outputs, and the tangents by the transpose of the pullback."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -112,14 +112,14 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Returns a function to call before each of `count` evaluations; it restores the state."""
+    """Returns a function that restores the state, to call before each of `count` evaluations."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns a `Held`: the state of a function, of the user's function, and of their arguments."""
+    """Returns the `Held` of `fun`, of the user's function in `fun`, and of their arguments."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

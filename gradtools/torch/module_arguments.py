@@ -115,7 +115,7 @@ class Opened:
     """A call with modules among its arguments, rewritten as a function of their parameters.
 
     Attributes:
-        f: The function of the user.
+        f: The user's function.
         args: The arguments, in which each differentiated module is replaced by a dictionary of its
             parameters.
         own: The ids of the modules' parameters, with respect to which the engine differentiates
@@ -180,7 +180,7 @@ class Opened:
             self._graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls f with the modules, or with copies that have other parameters."""
+        """Calls f with the user's modules, or with copies that contain the given parameters."""
         copies: list[Copy] = []
         replaced: list[tuple[Tensor, Tensor]] = []
 

@@ -48,7 +48,7 @@ Apply = Callable[..., Applied]
 DEPTH = 4  # depth to which lists and dictionaries are searched for references to the tree
 _INERT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
-SEEDING = threading.RLock()  # the process shares the global random streams
+SEEDING = threading.RLock()  # all threads share the global random streams
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Copy:
     """A copy of a module for one call, with other parameters and buffers.
 
     Args:
-        tree: The module.
+        tree: The `ModuleTree` of the module.
         params: The parameters of the copy; missing parameters are shared with the original.
         buffers: The buffers of the copy.
         references: For each module, the names of the attributes that refer to the tree, or None if

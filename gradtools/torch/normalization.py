@@ -30,7 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Computes (x - mean) / deviation over the last axes, times weight plus bias."""
+    """Computes (input - mean) / deviation over the last axes, times weight, plus bias."""
     axes = tuple(range(-len(normalized_shape), 0))
     return _scaled(_normalized(input, axes, eps), weight, bias)
 
@@ -124,7 +124,7 @@ def _functional(
     eps: float = 1e-5,
     use_input_stats: bool | None = None,
 ) -> Tensor:
-    """Calls a norm of this module with the arguments of the function in `torch.nn.functional`."""
+    """Calls `program` with the arguments of the corresponding function in `torch.nn.functional`."""
     training = use_input_stats if training is None else training
     training = default if training is None else training
     momentum = 0.0 if momentum is None else momentum
@@ -139,7 +139,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
-    """Computes (x - mean) / deviation."""
+    """Computes (x - mean) / deviation over the given axes."""
     dtype = x.dtype
     if dtype in (torch.bfloat16, torch.float16):  # PyTorch's kernels also compute in float32
         x = x.float()
@@ -157,7 +157,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """Returns x with a tangent of zeros if `like` has a tangent and x does not.
 
-    Without a tangent, PyTorch creates a symbolic zero, which is a hundred times slower.
+    For an x without a tangent, PyTorch creates a symbolic zero, which is a hundred times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x

@@ -86,7 +86,7 @@ recorded = partial(_Flagged, "recorded", True)
 plainly = partial(_Flagged, "plain", True)
 """Context manager in which chunks are not recomputed, so that operations of f are recorded."""
 checking = partial(_Flagged, "checked", True)
-"""Context manager for the check of a rule. Host kernels are not called but return zeros."""
+"""Context manager for the check of a rule, in which calls of host kernels return zeros."""
 
 
 def marked(caller: str) -> _Flagged:

@@ -8,9 +8,9 @@
 any order need memory for one chunk only. Each chunk is one node of autograd's graph, and autograd
 adds the chunks' gradients of a leaf in place.
 
-The state consists of random streams, autocast, and the buffers of modules that f is or closes over
-(`state.py`). Outputs are compared with the outputs of the first pass, to detect changes of other
-state.
+The state (`state.py`) consists of random streams, the autocast settings, the buffers of the modules
+in f's closure, and f's own buffers if f is a module. Outputs are compared with the outputs of the
+first pass, to detect changes of other state.
 
 Inside of torch.func, captured tensors are not part of a graph, so a function mode finds these
 tensors in the first pass. The captured tensors become inputs of the node, and the inputs replace
@@ -144,7 +144,7 @@ class Program:
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # cached casts are nodes of another graph
+                torch.clear_autocast_cache()  # cached casts belong to another graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()
@@ -182,7 +182,7 @@ class Program:
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
-        """Sets the sources, and records their versions."""
+        """Sets the sources, and records their version counters."""
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
@@ -200,7 +200,7 @@ class Program:
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Stores the outputs of the first run for later comparison."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
-        # Batched copies of this program share the list.
+        # Batched copies of this program share the list `first`.
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
@@ -308,7 +308,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
 
 
 class Pull(Program):
-    """The pullback of a program: a program whose arguments are the arguments and cotangents.
+    """The pullback of a program, whose arguments are the program's arguments and the cotangents.
 
     size: The number of arguments of the program `of`.
     given: For each output of the program, whether it has a cotangent.
@@ -340,9 +340,9 @@ class Pull(Program):
         return grads
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        """Returns pairs of the wanted sources and arguments and their gradients.
+        """Returns each wanted source or argument, paired with its gradient.
 
-        None means zero.
+        The gradient is None if it is zero.
         """
         create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
@@ -486,7 +486,7 @@ class _Node(torch.autograd.Function):
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         if not {*map(type, xs)} <= PLAIN:
-            modes = upstream.EnableTorchFunction()  # a subclass's backward() disables these modes
+            modes = upstream.EnableTorchFunction()  # disabled in backward() of a subclass
         with marked(ctx.program.caller), modes:
             if batchings():
                 grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)

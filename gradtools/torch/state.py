@@ -1,8 +1,8 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
-`Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
-a snapshot of the state. Snapshots share copies of buffers that have not changed. State of other
-kinds is not restored.
+Once per call, `Held` finds the modules and tensors in a function's closure, and the function itself
+if it is a module. `RunState` is a snapshot of the state. Snapshots share copies of buffers that
+have not changed. State of other kinds is not restored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gradtools.torch.functorch_wrappers import PLAIN
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
-# The source of random numbers: a device, which means its default generator, the name of Python's or
-# NumPy's generator, or a `torch.Generator`.
+# A source of random numbers: a device (which represents its default generator), the name of
+# Python's or NumPy's generator, or a `torch.Generator`.
 Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 
@@ -49,7 +49,7 @@ class Randomness:
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
-        """Reads the generators of the CPU and of xs' devices. Returns None while compiling."""
+        """Reads the generator states of the CPU and xs' devices. Returns None while compiling."""
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})
@@ -82,7 +82,7 @@ class Randomness:
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """Returns the states of the generators that have a different state in `later`."""
+        """Returns a copy that contains only the generators whose states differ in `later`."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -141,8 +141,8 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
 
-    The result for Python also contains the second number of a Gaussian pair. NumPy stores this
-    number only in the state.
+    The result for Python also contains the second number of a Gaussian pair. NumPy stores the
+    second number only in the state.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -156,7 +156,7 @@ def _words(stream: str) -> Any:
 
 
 class Held:
-    """The modules, tensors and generators that some objects are or close over.
+    """The modules, tensors and generators among the objects `roots` and in their closures.
 
     Attributes:
         modules: The modules and their submodules.

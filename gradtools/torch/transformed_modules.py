@@ -1,6 +1,6 @@
 """The modules that operators return.
 
-For example, `chunked(module)` is a module with the state of the original.
+For example, `chunked(module)` is a module with the state of the original module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """Returns `make(f)` or, if f is a module that is not a ScriptModule, a module that calls it."""
+    """Returns `make(f)`, wrapped in a `Transformed` module if f is a Python module."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 
@@ -26,9 +26,9 @@ class Transformed(upstream.ModuleLike):
     """A module that shares the state of another module, but has another `forward`.
 
     As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike with
-    `DataParallel`, the names of parameters are unchanged, so `state_dict` is unchanged as well.
-    Both modules share the dictionaries of parameters, buffers and submodules. Methods that a module
-    may override are delegated to the original module.
+    `DataParallel`, the names of parameters are unchanged, so the keys of `state_dict` are
+    unchanged. Both modules share the dictionaries of parameters, buffers and submodules. Methods
+    that a module may override are delegated to the original module.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:

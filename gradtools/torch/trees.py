@@ -130,7 +130,7 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """Returns leaves, structure and kinds of the leaves: "real", "complex", "exact" or None."""
+    """Returns the leaves, the structure, and the kinds: "real", "complex", "exact" or None."""
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF, ["real" if tree.is_floating_point() else _kind_of(tree)]
     leaves, treedef = flatten(tree)

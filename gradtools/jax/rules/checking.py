@@ -29,7 +29,7 @@ from gradtools.rules import Rule, replaced_where
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
-    """Describes a term that would be lost if a user's map is transposed, or returns "".
+    """Describes a term that would be lost if a user's map were transposed, or returns "".
 
     which: The name of the map, "tangent" or "cotangent". The map is linear in vectors with the
     avals `likes`.
@@ -152,7 +152,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
 def wave(x: Any, shift: float, around: float) -> Any:
     """Returns an example array with the shape of x.
 
-    All entries are multiples of 1/16, so that small sums are exact.
+    All entries are multiples of 1/16, so that sums of a few entries are exact.
     """
     if not is_inexact(x):
         return jnp.zeros(x.shape, x.dtype)

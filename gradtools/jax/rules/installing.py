@@ -71,7 +71,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    axes = frozenset().union(*map(varies, arrays))  # transposed, this cast is a sum over devices
+    axes = frozenset().union(*map(varies, arrays))  # the cast's transpose is a sum over devices
     xs = [varying(x, axes) for x in arrays] if axes else arrays
     shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:
@@ -85,7 +85,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = [*xs, *captured]  # captured arrays keep their types from the trace of the maps
+        xs = [*xs, *captured]  # the maps were traced with the types of `captured`
     return list(primal_p.bind(*xs, rule=rule))
 
 
@@ -245,8 +245,7 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
     operands = as_arrays(operands)
     if flow_of(maps) is None:
         return run(*operands)
-    # Dead-code elimination removes results that are not needed. XLA removes such results only under
-    # jit.
+    # Dead-code elimination removes results that are not needed, which XLA removes only under jit.
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 

@@ -57,7 +57,10 @@ _local = threading.local()
 
 
 def local_list(what: str) -> list[Any]:
-    """Returns a stack of rules of this thread: the rules that are being lifted, or linearized."""
+    """Returns this thread's stack of the rules that are being lifted or linearized.
+
+    what: "lifting" (a stack of rules) or "linearizing" (a stack of the rules' origins).
+    """
     return _local.__dict__.setdefault(what, [])
 
 
@@ -320,7 +323,7 @@ def lift_captured(
     """Returns a rule that takes its closed-over arrays as additional inputs, and these arrays.
 
     Each map is traced with tangents or cotangents of all differentiated inputs and outputs. A rule
-    that closes over nothing is returned unchanged.
+    that closes over no arrays is returned unchanged.
 
     Args:
         rule: The rule.
@@ -399,7 +402,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros. If the entry of `examples` is None, so is the result."""
+    """Replaces None in `values` by zeros. Where `examples` contains None, the result is None."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

@@ -1,8 +1,9 @@
 """Defines the evaluation and batching of a rule's primitives: primal, value and tangent.
 
 The operands of the tangent primitive are the residuals, followed by the tangents that are not
-symbolic zeros. The parameters of the tangent primitive are `given`, the mask of these tangents, and
-`ys`, the avals of the floating outputs. `installing.py` defines the derivatives of the primitives.
+symbolic zeros. The parameters of the tangent primitive are `given`, the mask of nonzero tangents,
+and `ys`, the avals of the floating outputs. `installing.py` defines the derivatives of the
+primitives.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class TracedRule(Rule):
             the maps are valid; otherwise None.
         whole: The original rule, which is not linearized, if `perturbed` is given; otherwise None.
         lift: If the closed-over arrays of the primal were hoisted, but not the closed-over arrays
-            of the maps, a function to call as `lift(xs)`. It returns the rule with hoisted maps and
-            a list with an entry for each input of the returned rule: a position in `xs`, or the
-            captured array.
+            of the maps, a function to call as `lift(xs)`. The function returns the rule with
+            hoisted maps and a list with an entry for each input of that rule: a position in `xs`,
+            or the captured array.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class TracedRule(Rule):
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
-    """Returns a function with the data flow of a rule, or None if it is unknown."""
+    """Returns a function with the data flow of a rule, or None if the data flow is unknown."""
     return getattr(rule, "flow", None)
 
 
@@ -93,7 +94,7 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """Converts Python numbers in xs to arrays, because JAX does not convert literals."""
+    """Converts Python numbers in xs, such as the values of literals of a jaxpr, to arrays."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
@@ -162,7 +163,7 @@ def _define(
     """Defines a primitive that evaluates `run`.
 
     outs: A function that returns the avals of the results; if None, `run` is traced to determine
-    the avals.
+        the avals.
     flow: A function with the same data flow as `run`, or None if all inputs flow to all outputs.
     """
 
@@ -302,7 +303,7 @@ def _batching_rule(primitive: RulePrimitive) -> Any:
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
         x_axes: Any = axes
         saved_axes: Any = None
-        if primitive is value_p:  # the values are batched
+        if primitive is value_p:  # the known outputs are batched
             first, last = params["xs"], len(args) - rule.extras
             for i in range(first, last):
                 args[i] = args[i] if axes[i] == 0 else shardings.spread(args[i], size, like)

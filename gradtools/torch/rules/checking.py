@@ -5,9 +5,9 @@ the states of random generators are restored afterwards. During compilation, ten
 so the map is evaluated at fixed numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
-captured tensor would be silently lost. Closures are searched before each call. If the search does
-not find a captured tensor, an output for detached arguments requires grad, which also raises an
-error.
+captured tensor would be silently lost. Closures are searched before each call. If the search misses
+a captured tensor, an output of the rule at detached arguments requires grad, and this also raises
+an error.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Closures:
     Captured rules are not searched, because a rule checks its closures when it is called.
 
     Attributes:
-        empty: Whether the functions close over nothing.
+        empty: Whether the functions close over no cells, tensors or containers.
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:

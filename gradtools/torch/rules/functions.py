@@ -62,10 +62,10 @@ class Application:
             backward pass and for forward mode.
         materializes: Whether undefined cotangents are replaced by zeros.
         randomness: The states of the random generators before the evaluation, or None if no second
-        evaluation needs the states.
+            evaluation needs the states.
         perturbed: Whether each input is differentiated, or None if unknown.
         like_xs, like_ys: The shape, dtype and device of each input, and of each output and extra;
-            None for integers.
+            an entry is None for an integer tensor.
         ones: For each map, "tangent" or "cotangent", the vectors of ones at which the map is
             transposed.
     """
@@ -87,7 +87,7 @@ class Application:
         """Evaluates the rule at detached inputs, and stores the maps."""
         rule, written = self.rule, self.rule.contract is not None
         before = Randomness.now(xs) if written else None
-        with torch.set_grad_enabled(written):  # outputs that require grad show a captured tensor
+        with torch.set_grad_enabled(written):  # a captured tensor makes outputs require grad
             return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
@@ -111,7 +111,7 @@ class Application:
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores the specs of inputs, outputs and extras, and the tensors to save."""
+        """Stores the specs of inputs, outputs and extras, and the positions of tensors to save."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
@@ -172,7 +172,7 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        if point.rule.reverse_only:  # raises the error of PyTorch
+        if point.rule.reverse_only:  # raises PyTorch's error
             return torch.autograd.Function.jvp(ctx, *dxs)
         with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
@@ -206,7 +206,7 @@ class RuleFunction(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """Attaches an autograd node to known outputs. Used if no transform or mode is active.
+    """Attaches an autograd node to known outputs, if no transform or mode is active.
 
     The method `forward` also sets up the context object, so PyTorch does not call `setup_context`.
     """
@@ -235,7 +235,7 @@ class Attached(torch.autograd.Function):
 
 # `Function.apply` without the check for torch.func transforms: `attach((application, outs), *xs)`.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
-# Otherwise PyTorch would look up `backward` or `vjp` in each call.
+# Set `apply` on the backward classes, so that PyTorch does not look up `backward` in each call.
 for _kind in (RuleFunction, Attached):
     upstream.backward_class(_kind).apply = RuleFunction.backward
 
@@ -258,7 +258,7 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Maps functions of lists of tensors; the `backend` argument of `rules.batched`.
+    """Vectorizes functions that return lists of tensors, as the `backend` of `rules.batched`.
 
     one_draw: Whether all examples share random numbers.
     """

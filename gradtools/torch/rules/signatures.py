@@ -72,7 +72,7 @@ class Signature:
         self.recording: Application | None = None
 
     def outputs(self, ys: Sequence[Tensor]) -> Any:
-        """Rebuilds the output of f from its tensors."""
+        """Rebuilds the output of f from its tensors `ys`."""
         out_def = self.specialized.outs.get(self.key, self.specialized.newest)
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
@@ -116,8 +116,9 @@ class Signature:
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
         """Returns a shared `Application`, and the output with the extras.
 
-        Calls that save tensors at the same positions share the application. Returns None if fwd
-        returned another structure than a tensor and a residual or a tuple of residuals.
+        Calls that save tensors at the same positions share the application. Returns None if
+        `result` is not a pair of a floating-point tensor and a residual, or of a floating-point
+        tensor and a tuple of residuals.
         """
         out, res = result if type(result) is tuple and len(result) == 2 else (None, None)
         leaves = (res,) if type(res) is Tensor else res

@@ -109,7 +109,7 @@ def _cotangent(point: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> Seq
 def _by_transposing(
     point: Any, which: str, whole: Any, run: Map, at: Any, likes: Any, values: Sequence[Any]
 ) -> list[Any]:
-    """Transposes `vs -> run(at, vs)`, a part of the map `whole`, at `values`."""
+    """Applies the transpose of `vs -> run(at, vs)`, a part of the map `whole`, to `values`."""
     if which not in point.ones:
         check_linear(point.rule, which, whole, at, likes)
     known = point.ones.setdefault(which, [])
@@ -157,7 +157,10 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 
 
 def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], list[bool]]:
-    """Returns a function from the inexact inputs to the extras, the inexact inputs, and a mask."""
+    """Returns `(run, inexact, mask)`, where `run(*inexact)` computes the extras.
+
+    The mask contains, for each input, whether the input is inexact.
+    """
     mask = [like is not None for like in point.like_xs]
 
     def run(*changed: Tensor) -> list[Tensor]:
@@ -193,7 +196,7 @@ def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
 
 
 def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
-    """Returns the tangents of the outputs of fun at xs (None for integers).
+    """Returns the tangents of the outputs of fun at xs. The tangent of an integer output is None.
 
     The pullback is transposed, because levels of dual numbers cannot be nested.
     """

@@ -1,4 +1,4 @@
-"""Measures the figures of docs/grad-or-backward.md: pruning, zero gradients and races of threads.
+"""Measures the results in docs/grad-or-backward.md: pruning, zero gradients, data races.
 
 The counted work and the optimizer steps are the same in each run. The results of races vary, so the
 table shows the minimum and the maximum of several runs.

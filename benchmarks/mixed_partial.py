@@ -113,8 +113,8 @@ def main() -> None:
         f"# The mixed partial, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}",
         "",
-        f"G has layers of width {WIDTH}; the batch is {BATCH}, in float32. Times are medians over "
-        f"{ROUNDS} interleaved rounds of {CALLS} calls.",
+        f"G has layers of width {WIDTH}; the batch size is {BATCH}; arrays are float32. "
+        f"Times are medians over {ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
         "| framework | depth of G | method | memory, MB | ms | times double backward |",
         "|---|---|---|---|---|---|",

@@ -405,8 +405,8 @@ class _Microbatches:
             if not good or (mean and not backend.is_inexact(x)):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected an array of "
-                    "floating numbers, which is reduced over chunks like the loss. Counts are "
-                    "summed with reduction='sum'; pass other state on by carry_argnums."
+                    "floating-point numbers, which is reduced over chunks like the loss. Counts "
+                    "are summed with reduction='sum'; pass other state on by carry_argnums."
                 )
             if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(

@@ -496,7 +496,7 @@ class _StraightThrough:
         self.__name__ = f"straight_through({self._name})"
         self.__wrapped__ = f
         of = "the identity" if surrogate is None else self._through
-        doc = f"Value of {self._name} with the derivative of {of}."
+        doc = f"Computes the value of {self._name}, with the derivative of {of}."
         self.__doc__ = "\n\n".join(filter(None, [doc, getattr(f, "__doc__", None)]))
 
     def __repr__(self) -> str:

@@ -325,7 +325,9 @@ class Call:
         if out is not None and self._kinds[0] == "complex":
             fix = "Take the real part, or a norm"
         elif single and not outs:
-            fix = "Return a floating number: a cast to integer or boolean has no derivative"
+            fix = (
+                "Return a floating-point number: a cast to an integer or boolean has no derivative"
+            )
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix

@@ -79,7 +79,7 @@ def as_float(caller: str, name: str, value: Any) -> float:
     except OverflowError:
         raise GradtoolsError(
             f"{caller}: {name} is an integer of {value.bit_length()} bits, which is too large "
-            "for a floating number."
+            "for a floating-point number."
         ) from None
 
 

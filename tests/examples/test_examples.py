@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 NAMES = sorted(path.stem for path in FOLDER.glob("u*.py"))
 KEPT = FOLDER / "printed"
-QUICK = {  # examples that support --quick, with a text that they print with --quick
+QUICK = {  # examples that support --quick, and patterns of their --quick output
     "u03_latent_gradients": [
         r"dg/dy differs from double backward's by \S+",
         r"closest to their clean code: \d+% before, \d+% after an energy step",

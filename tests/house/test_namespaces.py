@@ -270,7 +270,10 @@ def made_of(gt):
             "Maps a cotangent",
         ),
         gt.linearize(lambda x: x, a)[1]: ("<pushforward: Maps one tangent for each", "Maps one"),
-        gt.straight_through(loss): ("<straight_through loss, derivative", "Value of loss with"),
+        gt.straight_through(loss): (
+            "<straight_through loss, derivative",
+            "Computes the value of loss,",
+        ),
     }
 
 

@@ -21,7 +21,7 @@ NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backe
 # Functions that have no array arguments, so their results are not on the device.
 OF_THE_HOST = {"asarray", "random_key", "split_key"}
 WAITS = {  # The number of host synchronizations in a second call.
-    "asarray": 1,  # The use converts an array with `to_numpy`.
+    "asarray": 1,  # This `Use` converts its argument with `to_numpy`.
     "to_numpy": 1,
     # copies the operands of the kernel and the operands of its pullback
     "host_function: kernel": 3,

@@ -154,8 +154,8 @@ class _Comparison:
             )
         note = "" if near else "; at nearby points f is undefined or runs another program"
         if not agrees_here:
-            note = "; but not at the given arguments, where f is not differentiable or a number "
-            note += f"is not finite{'' if at_given else f': {at_given}'}"
+            note = "; it does not agree at the given arguments, where f is not differentiable or a "
+            note += f"value is not finite{'' if at_given else f': {at_given}'}"
         places = ["the arguments"] * agrees_here
         places += [f"{len(near)} random point{'s' * (len(near) > 1)}"] * bool(near)
         self.places = " and ".join(places)

@@ -96,7 +96,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """Returns the result, and the bytes of the storages that autograd saves, without inputs."""
+    """Returns the result, and the bytes that autograd saves in addition to the inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}

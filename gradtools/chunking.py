@@ -473,7 +473,8 @@ def _keys_and_carries(
         named = ("argnums, " if differentiated else "") + "key_argnums and carry_argnums"
         kinds = ("differentiated, " if differentiated else "") + "a key or a carry"
         raise GradtoolsError(
-            f"{caller}: argument {i} is named twice in {named}; it is {kinds}. Name it once."
+            f"{caller}: argument {i} is named more than once in {named}; an argument can be only "
+            f"one of these: {kinds}."
         )
     for i in (*keys, *carried):
         given[i] = Argument(i, args[i])

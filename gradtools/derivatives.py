@@ -590,5 +590,5 @@ WHAT = {
     "per_example_grad": "Gradients of {} for each example",
     "jacobian": "Jacobian of {}",
     "hessian": "Hessian of {}",
-    "retained_gradients": "Value of {}, gradient and gradients at the values that it marks",
+    "retained_gradients": "Value and gradient of {}, and gradients at its marked values",
 }

@@ -132,9 +132,9 @@ def is_linear(
 
     For a linear map L, L(v + w) equals L(v) + L(w) up to rounding errors. These errors are
     proportional to the terms that the map adds; if the terms cancel, the results do not bound the
-    errors. The vectors therefore have few binary digits, so that v + w and multiples by powers of
-    two are exact. The rounding error of L(v + w) is compared with the rounding errors of L(3 v),
-    L(5 v) and L(7 v).
+    errors. The entries of v and w therefore have few significant bits, so that v + w and products
+    with powers of two are exact. The rounding error of L(v + w) is compared with the rounding
+    errors of L(3 v), L(5 v) and L(7 v).
 
     v, w: Vectors whose entries have four binary digits.
     gap: `gap(a, b)` is the largest modulus in a - b; equal entries and pairs of NaN count as 0.

@@ -58,7 +58,7 @@ class DerivativeComparison:
     def compare(self, only: int | None = None) -> str:
         """Returns the verdict of one comparison along a random tangent.
 
-        only: The index of the array that is moved. If None, all arrays are moved.
+        only: The index of the array to perturb. If None, all arrays are perturbed.
         """
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()

@@ -81,7 +81,8 @@ for name, way in WAYS.items():
             if axes == E and name in JITTED and spec != P("i"):
                 compare((name, spec, "jit"), jitted(f, x), expected)
 
-# Results of other shapes; the axes of a batch are sharded as the batch is.
+# The results have different shapes from the inputs. The batch axes of the results are sharded like
+# the batch axes of the inputs.
 mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(A, A))
 x, w = (jax.device_put(XS, NamedSharding(mesh, spec)) for spec in (P("i", "j"), P("j")))
 of_batch = jax.vmap(parts)(x[:, None], w[:, None])

@@ -1,4 +1,4 @@
-"""Conversion of pytrees of NumPy arrays, and finite differences, without gradtools.
+"""Converts pytrees of NumPy arrays and computes finite differences, without gradtools.
 
 `slope` computes the sixth-order central difference
 

@@ -120,7 +120,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # ids of arrays; in `raw`, the update is the gradient
+    moved, raw = set[int](), set[int]()  # ids; raw: where the update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))

@@ -84,7 +84,7 @@ def ready(run: Callable[..., Any]) -> Any:
 
 
 def time_them(rows: list[Row]) -> None:
-    """Times the rows in paired rounds; the calls per round depend on the time of the first row."""
+    """Times the rows in turn; the first row's time determines the number of calls per round."""
     for row in rows:
         row.run()
     once = max(spent(rows[0].run, 3), 1e-6)

@@ -1,4 +1,4 @@
-"""Marks on parameters define the quick tests, and samples of tables are covering arrays."""
+"""Tests of the marks that select the quick tests, and of samples, which are covering arrays."""
 
 from __future__ import annotations
 

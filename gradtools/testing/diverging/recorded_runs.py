@@ -1,8 +1,8 @@
 """Two recorded runs, and the first pair of operations at which they diverge.
 
 Values are compared first: the programs diverge at an operation between the common values of the
-runs and the differing outputs. The first of these operations on each side are paired by their
-common operands. If all outputs agree, the cotangents of common values are compared: the last common
+runs and the differing outputs. The first such operations of the two runs are paired by their common
+operands. If all outputs agree, the cotangents of common values are compared: the last common
 value with unequal cotangents is used by the operations whose derivatives differ.
 """
 
@@ -183,7 +183,7 @@ class RecordedRuns:
             return found
         if how := _simple(a, b, sizes) or _simple(ours[-1], theirs[-1], sizes):
             return how
-        # PyTorch's fused operation may be a function of a value that JAX's line computes.
+        # One fused operation of PyTorch may correspond to several operations of a line in JAX.
         fused = [s for s in self.torch.steps if s.place is a.place]
         forms = lambda steps, x: [with_constant(s.value, x.value) for s in steps]
         causes = (expression_cause(forms(fused, x), forms(theirs, x)) for x in theirs)

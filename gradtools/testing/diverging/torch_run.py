@@ -76,7 +76,7 @@ class _ValueRecorder(RunRecorder):
         return number
 
     def of(self, x: torch.Tensor) -> int:
-        """Returns the number of a tensor's value, and stores its current autograd edge."""
+        """Returns the number that identifies the value of x; stores the autograd edge of x."""
         number = super().of(x)
         if x.grad_fn is not None:
             self.edges.setdefault(number, GradientEdge(x.grad_fn, x.output_nr))

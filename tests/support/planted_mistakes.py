@@ -177,7 +177,7 @@ _TABLE = {  # for each port: side, old text, new text, cause, lines
             "jax",
             "s / 3**0.5",
             "s",
-            "0.5774 x in torch, x in jax: the root",
+            "0.5774 x in torch, x in jax: the square root",
             ("s = s / 3", "jnp.where"),
         ),
         (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, compress, pairwise, starmap
+from itertools import accumulate, compress, pairwise
 from typing import Any, Literal, get_args
 
 from gradtools.arguments.batches import axis_moved
@@ -365,7 +365,7 @@ def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[
     row only determines the shapes of the results.
     """
     ends = [*accumulate([math.prod(x.shape) for x in xs], initial=0)]
-    count, parts = ends[-1], [*starmap(slice, pairwise(ends))]
+    count, parts = ends[-1], [slice(*pair) for pair in pairwise(ends)]
     if not count:
         return [x.reshape((1, *x.shape)) for x in xs], parts
     pairs = zip(xs, parts, strict=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gradtools.backend import Compiler
+from gradtools.boundary import trimmed
 from gradtools.foreign_arrays import refuse_foreign
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import unwrapped
@@ -78,6 +79,14 @@ def left_to_python(module: str) -> None:
     nested modes, because dynamo cannot trace nested modes.
     """
     _with_dynamo(lambda: upstream.skip_module(module))
+
+
+# Dynamo of PyTorch 2.14 does not trace reads of a traceback's frames.
+@_with_dynamo
+def _substitute() -> None:
+    @torch.compiler.substitute_in_graph(trimmed)
+    def unchanged(error: Exception) -> Exception:
+        return error
 
 
 @skipped_by_dynamo

@@ -65,8 +65,8 @@ class Cost:
             report them.
         temporaries: Bytes of temporaries, without arguments and results.
         peak: The peak memory in bytes; None if XLA does not report it.
-        operations: The operations of the program, without the bodies of loops and fusions.
-        moves: The communication between devices, also in loops.
+        operations: The number of operations of each kind, without the bodies of loops and fusions.
+        moves: The number of collectives of each kind, including the bodies of loops.
     """
 
     flops: tuple[float, float] | None
@@ -78,7 +78,7 @@ class Cost:
 
 @cache
 def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
-    """Returns abstract devices, for which XLA can compile, for a board such as "2x2"."""
+    """Returns the abstract devices of a board such as "2x2", for which XLA can compile programs."""
     if platform == TPU:
         described = topologies.get_topology_desc(f"v5e:{board}", platform=TPU)
     else:

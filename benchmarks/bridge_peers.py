@@ -2,8 +2,8 @@
 
 The program needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is
 left out. A cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of
-the error if an error was raised. torch2jax translates PyTorch's operations to JAX; the other
-packages call the other framework.
+the error if an error was raised. torch2jax translates PyTorch's operations to JAX; gradtools and
+jax2torch call the other framework.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Encoder(torch.nn.Module):
         self.layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over the tokens of the last layer."""
+        """Returns the output of the last layer, averaged over the tokens."""
         return self.layers(x).mean(1)
 
 
@@ -163,7 +163,7 @@ def stepping(net: Any, step: Callable[[torch.Tensor], None], x: torch.Tensor) ->
 
 
 def torch_ways(net: Any) -> dict[str, Way]:
-    """Returns the methods; checks that methods with equal dropout masks agree."""
+    """Returns the methods, and checks that methods with equal dropout masks agree."""
     ways, found = {}, {}
     for name, step in in_torch(net).items():
         run = stepping(net, step, batch(COUNT))
@@ -254,7 +254,7 @@ def two_scans(params: Any, key: Any, x: jax.Array) -> Any:
 
 
 def with_optax(f: Callable[..., Any], params: Any, key: Any, x: jax.Array) -> jax.Array:
-    """Joins the outputs of optax, in which chunk i contains the rows i::n."""
+    """Evaluates f with `optax.microbatch`, in which chunk i of n contains the rows i::n."""
     once = lambda params, rows, x: f(params, jax.random.fold_in(key, rows[0]), x)
     joined = optax.microbatching.AccumulationType.CONCAT
     return optax.microbatch(once, (1, 2), CHUNK, joined)(params, jnp.arange(len(x)), x)
@@ -317,7 +317,7 @@ def compiled(fun: Callable[..., Any], args: Any) -> tuple[Any, int]:
 
 
 def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
-    """Returns the methods; checks that methods with equal dropout masks agree."""
+    """Returns the methods, and checks that methods with equal dropout masks agree."""
     args, ways, found = arguments(COUNT), {}, {}
     for name, fun in funs.items():
         program, peak = compiled(fun, args)

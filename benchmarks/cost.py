@@ -101,7 +101,7 @@ def spent(run: Callable[[], Any], calls: int) -> float:
     start = now()
     for _ in range(calls):
         run()
-    if ON_GPU:  # each call waits for JAX's results
+    if ON_GPU:  # a call in JAX already waits for its results
         torch.cuda.synchronize()
     return (now() - start) / calls
 
@@ -243,7 +243,7 @@ def main() -> None:
     picture(found, name)
 
 
-ARRAYS: tuple[Any, ...] = ()  # empty: without JAX
+ARRAYS: tuple[Any, ...] = ()  # empty if JAX is not available
 ON_GPU = False
 
 if __name__ == "__main__":

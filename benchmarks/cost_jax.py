@@ -350,7 +350,7 @@ def _accumulation() -> dict[str, Ways]:
 
 
 def _modules() -> dict[str, Ways]:
-    """Returns functions for the gradient of an equinox layer, or {} without equinox."""
+    """Returns functions for the gradient of an equinox layer, or {} if equinox is not installed."""
     if not importlib.util.find_spec("equinox"):
         return {}
     import equinox

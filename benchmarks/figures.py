@@ -26,7 +26,7 @@ Row = dict[str, str]
 def rows(name: str, *holding: str, under: str = "") -> list[Row]:
     """Returns the rows that contain the cells `holding`, from all tables of a results file.
 
-    under: A part of the heading of the section that contains the rows.
+    under: A substring of the heading of the section that contains the rows.
     """
     found, columns, heading = [], [], ""
     for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns a cell for PyTorch and a cell for JAX, each from the only row with `holding`."""
+    """Returns a cell for PyTorch and a cell for JAX, each from the row that contains `holding`."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)

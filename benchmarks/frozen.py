@@ -51,7 +51,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # numbers of rounds, time limit
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # bounds of the rounds, time limit
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 TIMED = USES[:3]  # with more uses, times are not measured
@@ -381,9 +381,9 @@ class Cell:
     """The measurements of one framework, model and size, with numbers for each method.
 
     Attributes:
-        over_uses: Whether the cell belongs to the table over the number of z_i.
+        over_uses: Whether the cell belongs to a table whose columns are numbers of z_i.
         peaks: Peak bytes.
-        passes: The work, in forward passes for each use.
+        passes: The work for each z_i, in forward passes of G.
         times: Times relative to double backward, or {} if the times were not measured.
     """
 
@@ -403,7 +403,7 @@ def sizes() -> list[tuple[int, int, bool]]:
 
 
 def settings() -> str:
-    """Returns a key of the versions and settings; only cells with an equal key are combined."""
+    """Returns the versions and settings as text; only cells with equal texts are combined."""
     return f"{version('torch')}, {version('jax')}, {LEAST, MOST, SECONDS, TIMED}, {SIZES}"
 
 
@@ -538,7 +538,7 @@ def one_thread() -> None:
 def main() -> None:
     cells = kept()
     had = {(c.framework, c.model, c.depth, c.uses, c.over_uses) for c in cells}
-    jobs = {  # JAX first, since it takes longest
+    jobs = {  # JAX runs first, since it takes longest
         (framework, model): [size for size in sizes() if (framework, model, *size) not in had]
         for framework in reversed(CHECKPOINT)
         for model in sorted(MODELS)

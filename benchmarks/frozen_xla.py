@@ -1,9 +1,9 @@
 """Prints the memory of second derivatives through a frozen network in JAX, for docs/frozen.md.
 
-G has 24 dense layers of width 64 and is used four times, with 64 rows in float64. The layers are
+G has 24 dense layers of width 64 and is called four times, with 64 rows in float64. The layers are
 unrolled or in a scan, and the z_i are processed in a Python loop or in `jax.lax.map`. The table
 contains the bytes of temporaries of the compiled program of dg/dy, and XLA's count of operations
-for programs without loops. The last line is the memory of each additional z_i if the derivatives
+for programs without loops. The last lines show the memory of each additional z_i if the derivatives
 with respect to the z_i are also computed.
 """
 

@@ -1,4 +1,4 @@
-"""Measures the results in docs/grad-or-backward.md: pruning, zero gradients, data races.
+"""Measures the results in docs/grad-or-backward.md: backward passes, zero gradients, data races.
 
 The counted work and the optimizer steps are the same in each run. The results of races vary, so the
 table shows the minimum and the maximum of several runs.
@@ -55,7 +55,7 @@ def bfloat16_sum(dtype: str | None) -> float:
     return float(total.sum())
 
 
-# --- threads: each thread uses the same parameter, and counts wrong results --------------------
+# --- threads, which share one parameter; each thread counts wrong results -----------------------
 
 
 def read_beside_others(w: torch.nn.Parameter, i: float) -> int:

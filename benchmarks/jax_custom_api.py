@@ -10,8 +10,8 @@ the interface:
   `nondiff_argnums` are passed as static arguments. For a custom_vjp, tracers in these arguments
   raise an error, as in JAX.
 - A cotangent is J^H c in gradtools and J^T c in JAX, so complex cotangents are conjugated.
-- With symbolic zeros, JAX's objects are passed to fwd, and fwd's results are passed on unchanged.
-- If JAX's test expects an error, any `GradtoolsError` counts, whatever its message.
+- With symbolic zeros, fwd receives JAX's `CustomVJPPrimal`s, and fwd's results are not changed.
+- If JAX's test expects an error, a `GradtoolsError` with any message is accepted.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class custom_vjp(_StandIn):
 
     @staticmethod
     def moves(x: Any) -> bool:
-        """Returns whether x is an array that is passed as an argument; JAX rejects tracers."""
+        """Returns whether x is an array (but not a tracer) that is passed as an argument."""
         return _StandIn.moves(x) and not isinstance(x, jax.core.Tracer)
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
@@ -291,7 +291,7 @@ def _conjugated(tree: Any) -> Any:
 
 
 class _Raised:
-    """Expects an error; any error of gradtools counts, whatever its message."""
+    """Expects an error whose message matches `regex`, or a `GradtoolsError` with any message."""
 
     def __init__(self, inner: Any, regex: str) -> None:
         self.inner, self.regex = inner, regex
@@ -343,7 +343,7 @@ def _suite(path: str) -> unittest.TestSuite:
 
 
 def _outcomes(path: str) -> dict[str, str]:
-    """Returns "passed", "skipped" or the last line of the error, by name of the test."""
+    """Maps the name of each test to "passed", "skipped" or the last line of the error."""
     from absl import flags
 
     flags.FLAGS([sys.argv[0]])

@@ -1,4 +1,4 @@
-"""Measures the memory that stays alive after ten thousand calls of each operator.
+"""Measures the memory that remains allocated after ten thousand calls of each operator.
 
     python benchmarks/leaks.py --backend torch --calls 10000
 

@@ -1,6 +1,6 @@
 """Compares one eager call of a custom rule in PyTorch with a torch.autograd.Function.
 
-The arrays are 8 x 8, so the time is overhead. Times are minimum processor times over short
+The arrays are 8 x 8, so the time is mostly overhead. Times are minimum processor times over short
 interleaved rounds; other processes affect a minimum less than a median. `own_rules.py` also
 measures larger arrays and JAX.
 """

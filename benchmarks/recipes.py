@@ -179,7 +179,7 @@ def sizes(code: str) -> str:
 
 
 def kilobytes(field: str) -> int:
-    """Reads a memory figure of this process.
+    """Returns a memory figure of this process in kilobytes.
 
     VmRSS is the current memory, and VmHWM is the peak memory since a reset.
     """
@@ -238,7 +238,7 @@ def apart(*row: str) -> dict[str, float]:
 def table(name: str) -> Iterator[str]:
     yield HEAD
     for backend, shown in BACKENDS.items():
-        if backend == "jax" and EITHER not in programs(name)[0]:  # a PyTorch program
+        if backend == "jax" and EITHER not in programs(name)[0]:  # only in PyTorch
             continue
         first: dict[str, float] = {}
         for k, way in enumerate(PAGES[name]):

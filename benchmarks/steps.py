@@ -4,9 +4,9 @@
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
 A figure is the median processor time over interleaved runs, divided by the peer's time, unless the
-row names another quantity. "Before" is the figure before the optimization. For each row over its
-goal, the operations and Python calls of one run of gradtools and of the peer are counted. The last
-table shows microseconds per leaf, chunk and rule as their number grows.
+row names another quantity. "Before" is the figure before the optimization. For each row whose
+figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
+counted. The last table shows microseconds per leaf, chunk and rule as their number grows.
 """
 
 from __future__ import annotations

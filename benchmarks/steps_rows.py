@@ -25,8 +25,8 @@ class Row:
         ours: Runs the work with gradtools; without a peer, returns the figure.
         theirs: Runs the work of the peer.
         count: The number of timed runs.
-        counted: Functions of gradtools and of the peer for counting operations and calls, if
-            `ours` returns a figure.
+        counted: If `ours` returns a figure, the functions of gradtools and of the peer whose
+            operations and calls are counted.
     """
 
     work: str

@@ -34,7 +34,7 @@ one_thread()  # before the imported examples set XLA_FLAGS
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
-import minilm  # noqa: E402 - the examples' own
+import minilm  # noqa: E402 - in examples/
 from common import difference  # noqa: E402
 from u06_contrastive_retrieval import LENGTH, SCALE, by_layer, contrastive, pairs  # noqa: E402
 

@@ -1,10 +1,10 @@
 """MkDocs hook that builds the API reference from docstrings (see mkdocs.yml).
 
 A line ``::: gradtools.torch.grad`` on a page becomes the function's signature and docstring;
-``::: gradtools.custom_rules.CustomRule defvjp defjvp`` shows these members of a class as well, and
-``::: gradtools.testing.Report *`` all members with docstrings; ``::: $ gradtools check`` becomes
-the command's help, and ``::: kinds`` the table of the findings of `why_zero`. Objects are imported
-and shown as in `help()`, so a bound method appears as it is called.
+``::: gradtools.custom_rules.CustomRule defvjp defjvp`` also shows these members of the class, and
+``::: gradtools.testing.Report *`` also shows all members with docstrings. ``::: $ gradtools check``
+becomes the command's help, and ``::: kinds`` becomes the table of the findings of `why_zero`.
+Objects are imported, so the signature of a bound method does not contain `self`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def described(
 
 
 def signature(name: str, thing: Any, is_method: bool) -> str:
-    """Formats a signature, with one argument per line if one line is too long.
+    """Formats a signature, with one parameter per line if the signature does not fit on one line.
 
     is_method: Whether the first parameter is the object or the class.
     """

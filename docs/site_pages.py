@@ -1,14 +1,15 @@
 """MkDocs hook that adds pages for repository files to the site (see mkdocs.yml).
 
 A page may link to any file of the repository, and the hook makes a page of each linked file.
-README.md is the home page. A program is shown with its docstring, its stored output and pictures
-(examples/printed) and its source, a notebook with its outputs, Markdown unchanged. A link to a
-missing file is not rewritten, so MkDocs in strict mode fails.
+README.md is the home page. The page of a program contains its docstring, its stored output and
+pictures (examples/printed) and its source. The page of a notebook contains its outputs, and
+Markdown is not changed. A link to a missing file is not rewritten, so MkDocs in strict mode fails.
 
 The programs are downloaded as one folder, examples.zip, since they import files that they share. A
 notebook links to itself in Colab if REPO_URL is set (.github/workflows/docs.yml).
 
-The built pages load nothing from other hosts: such a script, style or picture is an error.
+A page must not load a script, a style sheet or a picture from another host; otherwise the build
+raises an error.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrites links to pages of the site, pictures to links, and blocks for both to tabs."""
+    """Rewrites links for the site, links pictures, and shows blocks for both frameworks as tabs."""
     here = page.file.src_uri
     if here.startswith(INTERNALS):
         page.meta.setdefault("search", {"boost": 0.1})
@@ -199,7 +200,7 @@ def examples_folder() -> bytes:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as folder:
         for path in sorted((ROOT / "examples").rglob("*")):
             if path.suffix in (".py", ".ipynb", ".c", ".cpp", ".h", ".txt"):
-                # A fixed date, so that the same files give the same bytes.
+                # ZipInfo sets a fixed date, so equal files give an equal archive.
                 entry = zipfile.ZipInfo(path.relative_to(ROOT).as_posix())
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 folder.writestr(entry, path.read_bytes())
@@ -268,7 +269,7 @@ def links(origin: str, markdown: str) -> list[str]:
 
 
 def relinked(markdown: str, origin: str, here: str) -> str:
-    """Rewrites the page's links, relative to its place on the site instead of origin."""
+    """Rewrites links relative to `origin` as links relative to the page `here` of the site."""
     folder = posixpath.dirname(origin)
 
     def link(found: re.Match[str]) -> str:
@@ -300,7 +301,7 @@ def _linked_from_docs() -> list[str]:
 
 
 def page_of(origin: str) -> str | None:
-    """Returns a file as Markdown; None for files that are copied unchanged."""
+    """Returns a file as Markdown, or None if the file is copied unchanged."""
     path = ROOT / origin
     if path.suffix == ".py":
         return program(path)
@@ -317,7 +318,7 @@ def program(path: Path) -> str:
     """Formats a program: docstring, stored output and pictures, and source."""
     source = path.read_text(encoding="utf-8")
     said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
-    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # an inner product is not a tag
+    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # the "<" of an inner product does not start a tag
     parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():

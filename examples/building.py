@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parent / "native"
 
 
 class NoCompiler(Exception):
-    """Raised if a compiler or a required package is missing; the text says how to install it."""
+    """Raised if a compiler or a required package is missing; the message suggests a fix."""
 
 
 def c_library(name):

@@ -94,12 +94,12 @@ def compiled(gt, backend, f):
         return gt.compile(f)
     import torch
 
-    torch.compiler.reset()  # PyTorch compiles a function only a few times, even with new closures
+    torch.compiler.reset()  # torch.compile limits the number of recompilations
     return gt.compile(f, fullgraph=True, backend="aot_eager")
 
 
 def refused(f, error, *parts):
-    """Returns f's error message, or None if f raises no error or the message lacks a part."""
+    """Returns the message of f's error if the message contains all `parts`, otherwise None."""
     try:
         f()
     except error as found:
@@ -134,7 +134,7 @@ def live_bytes(step, *args):
 
 
 def peak_bytes():
-    """Returns a context manager that stores the maximum of live PyTorch bytes in `most`."""
+    """Returns a context manager whose attribute `most` is the maximum of live PyTorch bytes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

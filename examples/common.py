@@ -20,7 +20,7 @@ Show = Callable[[Any, str], dict[str, Any]]
 
 
 def main(show: Show, tolerance: float = 1e-12) -> None:
-    """Runs `show` on the selected backends; exits with status 1 if a claim fails."""
+    """Runs `show` on the selected backends and compares the results."""
     results = {}
     for backend in _wanted():
         print(f"{backend}:")
@@ -72,7 +72,7 @@ def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
 
 @contextmanager
 def double_precision(backend: str) -> Iterator[None]:
-    """Enables JAX's x64 in every thread, then restores the setting; does nothing for PyTorch."""
+    """Enables JAX's x64 mode in every thread, then restores the mode; does nothing in PyTorch."""
     if backend == "torch":
         yield
         return

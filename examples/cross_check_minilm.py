@@ -276,7 +276,7 @@ BUGS = {  # the expected layer, and an expected substring of the JAX line or of 
 
 
 def port(model, layers, inputs, bug=None):
-    """Returns the flax module with PyTorch's weights, and the mapping."""
+    """Returns the flax module with its variables (PyTorch's weights), and the parameter mapping."""
     import jax
 
     from gradtools.testing import match_parameters

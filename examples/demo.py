@@ -1,4 +1,4 @@
-"""Runs domain-adversarial training in both frameworks, and compares them at every step.
+"""Runs domain-adversarial training in both frameworks, and compares the results at every step.
 
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
@@ -70,7 +70,7 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """Maps images to the target domain: rotates, partly inverts and adds noise.
+    """Maps images to the target domain: rotates and partly inverts the images, and adds noise.
 
     Images are rotated by 20 to 40 degrees and mixed with a tenth of their inverse. If images were
     inverted completely, gradient reversal would align classes of one domain with other classes of
@@ -136,7 +136,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients for features and for heads with two evaluations of the loss."""
+        """Computes the gradients of features and heads with two evaluations of the loss."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 

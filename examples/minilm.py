@@ -83,7 +83,7 @@ def flax_encoder():
         @nn.compact
         def __call__(self, ids, mask, train=False):
             x = Embeddings(name="embeddings")(ids, train)
-            own = {"params": True, "dropout": True}  # for each layer
+            own = {"params": True, "dropout": True}  # each layer has its own keys
             layers = nn.scan(
                 Layer, {"params": 0}, split_rngs=own, in_axes=nn.broadcast, length=LAYERS
             )

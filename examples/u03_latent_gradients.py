@@ -7,7 +7,7 @@ codes with all clean codes x. The gradient dg/dy that trains y is a second deriv
 every z_i.
 
 Plain double backward keeps two graphs of G for each z_i. ``gt.frozen(G)`` computes the same
-gradients and keeps no graph. out/frozen.png shows the memory over N and over G's depth.
+gradients and keeps no graph. out/frozen.png shows the memory as a function of N and of G's depth.
 
 With --quick the network and the data are smaller, and no picture is drawn.
 """
@@ -28,7 +28,7 @@ QUICK = "--quick" in sys.argv
 OUT = Path(__file__).parents[1] / "out"
 CODE, CHANNELS = 8, 16  # Sizes of the decoder.
 TRAINING = 150 if QUICK else 500  # Training steps of the decoder.
-GROUP, NOISE = 8, 0.7  # Codes in each z_i.
+GROUP, NOISE = 8, 0.7  # Codes in each z_i, and the scale of their noise.
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
 DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Numbers of layers, and their width.
@@ -77,7 +77,7 @@ def g(gt, slopes, zs, x):
     """Returns the contrastive loss of codes after an energy step, against clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
-    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a row's constant
+    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a constant per row
     own = xp.sum(moved * x, axis=1) - xp.sum(x**2, axis=1) / 2
     return xp.mean(xp.log(xp.sum(xp.exp(logits - own[:, None]), axis=1)))
 

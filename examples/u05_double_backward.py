@@ -128,7 +128,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """Differentiates twice a plain autograd.Function of sinh that saves intermediates."""
+    """Computes the second derivative of a plain autograd.Function that saves intermediates."""
     import torch
 
     class Sinh(torch.autograd.Function):

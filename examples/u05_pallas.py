@@ -59,14 +59,14 @@ def pallas_kernels():
 
 
 def custom_ops():
-    """Returns both kernels as PyTorch operators, with tracing and vmap rules but no autograd."""
+    """Returns both kernels as PyTorch operators with tracing and vmap rules, but no derivatives."""
     import torch
 
     def operator(name, of, shape):
         op = torch.library.custom_op(f"gradtools_examples::{name}", of, mutates_args=())
         op.register_fake(lambda x: x.new_empty(shape(x)))
         op.register_vmap(lambda info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0))
-        return lambda x: op(x)  # the parameters of op have no names
+        return lambda x: op(x)  # the signature of op has no parameter names
 
     def value(x: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(x, -1)

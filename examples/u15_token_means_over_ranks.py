@@ -33,7 +33,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns three mean gradients: one over all ranks, and two (weighted, plain) of this rank."""
+    """Returns three mean gradients: over all ranks, and (weighted, unweighted) of this rank."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:

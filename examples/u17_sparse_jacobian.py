@@ -1,7 +1,7 @@
 """Computes a Jacobian of 1,000 columns from three products by coloring its sparsity pattern.
 
 Newton's method solves an implicit step of a reaction-diffusion equation on a line. Each equation
-contains a point and its neighbors, so one product computes all columns that share no row.
+depends on a point and its two neighbors, so one product computes every third column.
 """
 
 import numpy as np

@@ -95,7 +95,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """Returns a function that repeats the step.
+    """Returns a function that repeats the step `count` times.
 
     In JAX, the loop is a scan, because XLA eliminates recomputation in unrolled loops.
     """

@@ -318,9 +318,7 @@ def program(path: Path) -> str:
     """Formats a program: docstring, stored output and pictures, and source."""
     source = path.read_text(encoding="utf-8")
     said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
-    said = re.sub(
-        r"<(?=[a-z])", "&lt;", said
-    )  # the "<" of an inner product does not start a tag
+    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # "<x, y>" is not a tag
     parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():

@@ -102,7 +102,7 @@ class Target:
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=here)
 
     def like(self, x: Any) -> jax.ShapeDtypeStruct:
-        """Returns an abstract array with the shape and dtype of an array."""
+        """Returns an abstract array with the shape and dtype of x."""
         here = SingleDeviceSharding(devices(self.platform)[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 

@@ -7,8 +7,8 @@ r to t, which satisfies
     u = v - (t - r) du/dt        du/dt = the derivative of u along (v, 0, 1)
 
 The loss therefore contains a Jacobian-vector product of the network, which one forward pass
-computes together with the value. The loss is differentiated with respect to the parameters, with a
-stopped gradient at the product. One evaluation at noise e then generates a digit: x = e - u(e, 0,
+computes together with the value. The loss is differentiated with respect to the parameters; the
+product is treated as a constant. One evaluation at noise e then generates a digit: x = e - u(e, 0,
 1). A nearest-neighbor classifier labels the generated digits, and a picture of these digits is
 written to ``out/``.
 """

@@ -1,6 +1,6 @@
 """Compares every operator with hand-written code, in both frameworks: work, peak bytes, seconds.
 
-Flops and bytes are counted (`tests/support/costs.py`), so they are the same on every machine, and
+Flops and bytes are counted (`tests/support/costs.py`), so the counts are the same on every machine,
 tests assert them. Seconds are CPU seconds of one thread. Each round runs each method once, in an
 order that rotates.
 

@@ -145,7 +145,7 @@ def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: 
 
 
 def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
-    """Sorts uses of operators by their time, the cheapest first."""
+    """Sorts uses of operators by the time of one call, in ascending order."""
     spent = {}
     for use in uses:
         run = calls_of(use, gt, gt.asarray(POINT), ONCE[backend])

@@ -1,4 +1,4 @@
-"""Compares custom rules with the same formulas written for one framework.
+"""Compares custom rules with equivalent rules that are written for one framework.
 
 The variants of a row are timed in turn. The table contains the minimum of each variant, and the
 ratio to the first variant. The rule is the derivative of exp, which saves its output. At small

@@ -1,4 +1,4 @@
-"""Compares common steps with hand-written code, paired in one process with one thread.
+"""Compares common steps with hand-written code, in one process with one thread.
 
     python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing

@@ -1,8 +1,8 @@
 """Compares the time of `why_zero` with a forward pass, for a transformer of twelve layers.
 
-Each row is measured in a new process: the first call of `why_zero`, the median of later calls, and
-both times for the forward pass. The loss of the dead model is clipped to a constant, so no leaf has
-a gradient, and `why_zero` reports the cause.
+Each row is measured in a new process. The program measures the first call of `why_zero` and the
+median of later calls, and measures the forward pass in the same way. The loss "dead" is clipped to
+a constant, so no leaf has a gradient, and `why_zero` reports the cause.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def scale_at(progress: float) -> float:
 
 
 class FrameworkRun:
-    """Runs the program on one framework, "torch" or "jax": eager in PyTorch, compiled in JAX."""
+    """Runs the program in one framework, "torch" (eager) or "jax" (compiled)."""
 
     def __init__(self, name: str) -> None:
         self.name, self.gt = name, import_module(f"gradtools.{name}")

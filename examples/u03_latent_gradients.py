@@ -1,4 +1,4 @@
-"""Trains a critic with gradients at many codes of a frozen decoder, without the decoder's graphs.
+"""Trains a critic with gradients at many codes of a frozen decoder, and stores no decoder graph.
 
 G is a convolutional decoder, which this program trains on scikit-learn's digits. f(y, G(z)) is an
 energy that a small network with parameters y assigns to images. Each noisy code z_1, ..., z_N is

@@ -57,7 +57,7 @@ def show(gt, backend):
 
 
 def section_by_hand(gt):
-    """Compares a small case with its closed form.
+    """Compares the mixed partial of a small function with its closed form.
 
     For f = sum((sum_j y_j + g)^3), G = exp(sum_j z_j) and u = 1, row i of the result is 24 h_i g_i
     with h_i = sum_j y_ij + g_i.

@@ -1,4 +1,4 @@
-"""Differentiates through the steps of an optimizer, storing only the parameters of each step.
+"""Differentiates through the steps of an optimizer without storing the activations of each step.
 
 A network is trained for some steps on examples, and a fifth of the examples have the wrong sign.
 The outer loss is the loss of clean examples after the last step. The gradient of the outer loss

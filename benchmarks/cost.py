@@ -1,8 +1,8 @@
 """Compares every operator with hand-written code, in both frameworks: work, peak bytes, seconds.
 
 Flops and bytes are counted (`tests/support/costs.py`), so the counts are the same on every machine,
-tests assert them. Seconds are CPU seconds of one thread. Each round runs each method once, in an
-order that rotates.
+and tests check the counts. Seconds are CPU seconds of one thread. Each round runs each method once,
+in an order that rotates.
 
     python benchmarks/cost.py                    # writes results/cost.md
     python benchmarks/cost.py --device cuda      # writes results/cost_cuda.md, with wall-clock time

@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# The quick tests; CI runs all tests. tests/support/tiers.py selects the quick tests by their marks.
+# The quick tests; CI runs all tests. tests/support/tiers.py marks the slow tests.
 test: MARKED := not slow and not sweep and not ahead
 test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)

@@ -148,7 +148,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Linearizes fun; returns `(outs, extras, pushforward)`, by default by transposition."""
+        """Returns `(outs, extras, pushforward)`; the default transposes the pullback of fun."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -273,7 +273,7 @@ class Differentiation(Arrays):
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function to call before each of `count` evaluations; it resets random state."""
+        """Returns a function that resets random state before each of `count` evaluations."""
         return lambda: None
 
     def map_batches(
@@ -365,7 +365,7 @@ class Rules(Differentiation):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]:
-        """Transposes `vs -> linear(at, *vs)` for vs like `examples`; applies it to values."""
+        """Applies the transpose of `vs -> linear(at, *vs)`, with vs like `examples`, to values."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
 

@@ -143,7 +143,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """Returns xs * min(1, bound / norm), with the norm of all xs; None if not implemented."""
+        """Returns xs * min(1, bound / norm) for the norm of all xs, or None if not implemented."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

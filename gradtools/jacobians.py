@@ -264,9 +264,9 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradient of the scalar that fun returns, at the given leaves.
+    """Computes the gradient of the scalar that fun returns, and fun's extras, at the given leaves.
 
-    Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
+    likes: Arrays with the leaves' shapes and dtypes.
     """
     evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
     out = call.scalar(evaluation.outs, evaluation.extras)

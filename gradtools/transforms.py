@@ -20,9 +20,9 @@ class Transforms(Operators):
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """Maps f, a function of one example, over a batch axis.
 
-        Uses the framework's vmap: ``torch.func.vmap`` (whose random operations then differ
-        between examples) or ``jax.vmap``. In both frameworks, keyword arguments are
-        mapped, as in ``jax.vmap``.
+        Uses the framework's vmap: ``torch.func.vmap`` (with different random numbers for each
+        example) or ``jax.vmap``. In both frameworks, keyword arguments are mapped, as in
+        ``jax.vmap``.
 
         Args:
             f: A function of pytrees of arrays.

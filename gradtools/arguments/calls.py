@@ -359,7 +359,7 @@ def call_of_primals(
 
 
 def _is_integer(x: Any) -> bool:
-    """Returns whether x is a Python or NumPy integer or bool, or an array of such numbers."""
+    """Returns whether x is a Python or NumPy integer or bool, or a NumPy array of these types."""
     return isinstance(x, int | np.integer | np.bool_) or (
         isinstance(x, np.ndarray) and x.dtype.kind in "biu"
     )

@@ -86,7 +86,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the same batch in chunks of at most `chunk_size` rows (fewer if symbolic)."""
+        """Returns a partition of the batch into chunks of at most `chunk_size` rows."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 

@@ -142,7 +142,7 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Returns a copy with float32 slots, where a scan sums cotangents of 16-bit constants."""
+        """Returns a copy with float32 slots, in which a scan sums cotangents of 16-bit constants."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
@@ -238,7 +238,7 @@ class _Steps:
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:
-        """Returns the random draws of a chunk whose keys do not depend on the chunk index."""
+        """Returns a chunk's random draws with keys that do not depend on the chunk index."""
         return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:

@@ -158,7 +158,7 @@ class Flow:
         if edges is not None and len(written) == len(eqn.outvars):
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
-        # Every input flows to every output, except from a float to an integer or a bool.
+        # Every input flows to every output, except that floats do not flow to integers or bools.
         total = reduce(or_, bits, 0)
         kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
         if self.raw or all(written) or kept:

@@ -142,7 +142,7 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Returns a copy with float32 slots, in which a scan sums cotangents of 16-bit constants."""
+        """Returns a copy with float32 slots, so that a scan sums 16-bit cotangents in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]

@@ -498,7 +498,7 @@ class FrameworkBackend(Backend):
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):
             x = self.stop_gradient(x)
-            narrow = x.dtype.itemsize < 4  # sums in narrow dtypes round or overflow
+            narrow = x.dtype.itemsize < 4  # sums in narrow dtypes are rounded or overflow
             return None if tuple(x.shape) else self.cast(x, "float32") if narrow else x
         if getattr(x, "shape", None) == () and hasattr(x, "item"):
             return x.item()

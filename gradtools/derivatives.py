@@ -1,11 +1,12 @@
 """First-order derivative operators, written once in terms of a backend's vjp, jvp and linearize.
 
-With J the Jacobian of f at x and Re<u, v> the inner product,
+Every operator in this module computes one of two maps. With J the Jacobian of f at x and Re<u, v>
+the inner product, these maps are
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator in this module computes one of these maps. The gradient of a real f is J^H 1,
-which for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
+The gradient of a real f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small learning
+rate, the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations

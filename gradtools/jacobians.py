@@ -50,8 +50,8 @@ class Jacobians(Operators):
         Args:
             f: A function that takes pytrees of real arrays and returns a pytree of arrays.
             argnums: The positional arguments to differentiate with respect to.
-            mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
-                unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
+            mode: "reverse" pulls back one unit cotangent per output entry; "forward" pushes forward
+                one unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
                 fewer passes in JAX, where the size of the output is known beforehand. If the
                 precisions of f's output and input differ, "forward" returns the output's precision
                 and the other modes return the input's precision.
@@ -290,7 +290,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
+    """Computes the Jacobian's blocks, of shape s + t for output and input leaves of shapes s and t.
 
     mode: "forward", "reverse" or "auto", which is treated as "reverse".
     """

@@ -67,8 +67,8 @@ class Transforms(Operators):
         Checkpointing costs an additional forward pass of f and saves the memory of f's graph.
         PyTorch: f is recomputed as one chunk of `chunked`: random generators and the buffers of
         modules are restored, so batch normalization updates its statistics once. f may capture
-        computed tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
-        ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
+        tensors that have a graph. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is
+        used. JAX: ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.

@@ -49,7 +49,7 @@ class Outputs:
     def arrays_in(self, number: int, out: Any) -> list[Array]:
         """Returns the arrays in the output of chunk `number`.
 
-        Raises an error if the structure of the output differs from the output of an earlier chunk.
+        Raises an error if the output differs in structure from the output of an earlier chunk.
         """
         backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:

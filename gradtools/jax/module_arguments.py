@@ -126,7 +126,7 @@ class Opened:
             module.
     """
 
-    own: frozenset[int] = frozenset()  # JAX differentiates at tracers
+    own: frozenset[int] = frozenset()  # needed in PyTorch only
     reads_own = False  # f reads copies of the modules, which contain tracers
     is_deferred = staticmethod(bool)  # always False: JAX traces all results
 

@@ -42,7 +42,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """Returns the values of all processes of a group or DeviceMesh."""
+    """Returns the `value` of each process of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]

@@ -89,8 +89,8 @@ class Accumulation(Operators):
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating or
-                complex arrays; None stands for a buffer of zeros.
+                which is treated as the dict of its `named_parameters()`. JAX: a pytree of floating
+                or complex arrays; None represents a buffer of zeros.
             grads: The gradients, with the target's structure, shapes and dtypes.
 
         Returns:

@@ -52,7 +52,7 @@ class Evaluation:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
         pullback: Maps the cotangents of outs (each may be None, for zero) to the cotangents of the
-            leaves (None if the outputs do not depend on a leaf).
+            leaves (None for a leaf on which the outputs do not depend).
         nested: Whether fun itself computed a derivative. This derivative may be constant with
             respect to a leaf, so None in the pullback's result then means zero.
         checked: Whether None in the pullback's result means that the outputs do not depend on a

@@ -331,7 +331,7 @@ class Derivatives(Operators):
         tangents are correct at every order. `torch.no_grad` does not stop these tangents
         (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A dual
         tensor does not require grad, so code that tests `requires_grad`, as in
-        `y if y.requires_grad else y.detach()`, loses the tangent without an error: use `linearize`;
+        `y if y.requires_grad else y.detach()`, drops the tangent without an error: use `linearize`;
         `gradtools.testing.checked` detects such code. PyTorch supports one level of dual numbers
         per process; if another derivative is using this level, the pullback is transposed instead.
 

@@ -194,8 +194,8 @@ class Jacobians(Operators):
             f: See `grad`.
             argnums: The positional arguments to differentiate with respect to.
             mode: See `hvp`.
-            sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
-                diagonal need not be repeated on the other side.
+            sparsity: The pattern of the Hessian, as in `jacobian`; if the entry (i, j) is given,
+                the entry (j, i) may be omitted.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t the function returns

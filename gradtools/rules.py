@@ -4,8 +4,8 @@ Every operation with a custom derivative is a function with a tangent and a cota
 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
-Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. Either map may be
-omitted: it is then the transpose of the other map. The maps get their residuals as arguments:
+Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. If one map is
+omitted, the transpose of the other map is used. The maps get their residuals as arguments:
 inputs, outputs, or *extras*, which are further results of the forward pass. Extras are hidden
 outputs, differentiated through the code that computed them, so a rule that saves an intermediate
 result is correct at second order.

@@ -38,7 +38,7 @@ def sparse_jacobian(
     """Computes the Jacobian of a call as the framework's sparse array.
 
     fun: The function to differentiate: the call, or its gradient for a Hessian.
-    symmetric: Whether the result is a Hessian, whose pattern may omit one side of the diagonal.
+    symmetric: Whether the result is a Hessian; the pattern may then omit (j, i) if it has (i, j).
     """
     backend = call.backend
     x = _only(call, call.leaves, "the argument")

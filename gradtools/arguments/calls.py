@@ -1,8 +1,8 @@
 """`Call` represents one call of a user's function as a function of flat arrays.
 
 Derivative operators take arguments that are pytrees; backends take lists of arrays. A `Call`
-converts between them: it flattens the differentiated arguments, names each leaf by its argument and
-path, and unflattens results. `Call` also validates the user's arguments.
+flattens the differentiated arguments, names each leaf by its argument and path, and unflattens
+results. `Call` also validates the user's arguments.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ none."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
-"""These functions add, multiply or divide lists of tensors in one operation."""
+"""Functions that add, multiply or divide lists of tensors in one operation."""
 
 
 def storage_key(x: Tensor) -> int:

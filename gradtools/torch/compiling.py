@@ -1,4 +1,4 @@
-"""Configures dynamo without importing it, and detects derivatives that compiled code would lose.
+"""Configures dynamo without importing it, and detects derivatives that compiled code would drop.
 
 Importing dynamo takes longer than importing the rest of PyTorch, and programs without compiled
 functions do not need dynamo. Functions that dynamo must not trace are therefore registered by an

@@ -3,7 +3,7 @@
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
 mode or takes a second derivative, attention uses plain operations. (The context manager
 `torch.nn.attention.sdpa_kernel` is not used, because it sets process-wide flags: if two threads
-exit it in the order in which they entered it, flash attention stays disabled.) Normalization layers
+exit in the order in which they entered, flash attention stays disabled.) Normalization layers
 use `normalization.PROGRAMS`.
 """
 

@@ -112,7 +112,7 @@ class Arrays(ABC):
     def stop_gradient(self, x: Array) -> Array: ...
 
     def number_on_host(self, x: Array) -> Any:
-        """Returns the number in an array of shape (), or None if reading it might wait or fail.
+        """Returns the number in an array of shape (), or None if reading it might block or fail.
 
         The number is known if x is not traced and is stored in the host's memory.
         """

@@ -237,7 +237,7 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""`SLOTS` names the attributes that contain a module's own parameters, buffers and children, each
+"""`SLOTS` names the attributes that contain a module's own parameters, buffers and children, some
 of which may be None. The attribute `NOT_SAVED` contains the names of non-persistent buffers. The
 attribute `COMPILED_CALL` contains the code that `module.compile()` creates, which a copy of the
 module must not run."""

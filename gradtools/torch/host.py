@@ -55,7 +55,7 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        # A ufunc would write its result to an additional argument.
+        # With more arguments, a ufunc writes its result to the additional argument.
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:

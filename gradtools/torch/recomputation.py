@@ -562,7 +562,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
         return list(ys)
     plain = [*map(unwrapped, inputs)]
     shared = [any(upstream.is_alias_of(unwrapped(y), x) for x in plain) for y in ys]
-    # Autograd would not track that an output shares memory with an input.
+    # Autograd does not track that an output shares memory with an input, so this output is cloned.
     outs = [y.detach().clone() if s else y.detach() for y, s in zip(ys, shared, strict=True)]
     program.known, program.verify = outs, verify
     return recomputed(program, batched_as(inputs, ys))

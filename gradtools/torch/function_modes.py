@@ -133,7 +133,7 @@ class OneTangent(PlainAttention):
     """Evaluates operations on dual numbers without a graph, and `no_grad` blocks without tangents.
 
     PyTorch propagates tangents through `no_grad` blocks (pytorch#128600). `frozen` and
-    `mixed_partial` use this mode if gradtools has chosen forward mode. PyTorch's jvp rules of
+    `mixed_partial` use this mode for derivatives in forward mode. PyTorch's jvp rules of
     linear operations multiply zero tangents, so this mode applies the operation only to the tangent
     that is not zero, which is faster.
     """

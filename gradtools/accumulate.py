@@ -89,8 +89,8 @@ class Accumulation(Operators):
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating or
-                complex arrays; None stands for a buffer of zeros.
+                which is treated as the dict of its `named_parameters()`. JAX: a pytree of floating
+                or complex arrays; None represents a buffer of zeros.
             grads: The gradients, with the target's structure, shapes and dtypes.
 
         Returns:
@@ -153,7 +153,7 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The immutable state of an accumulator, or one weighted gradient (a term) in the same form."""
+    """The state of an accumulator, or one weighted gradient (a term) in the same form."""
 
     treedef: Any  # The tree structure of the gradients.
     paths: tuple[str, ...]  # The leaf paths of the gradients; empty in a term.
@@ -208,9 +208,9 @@ class GradientAccumulator:
                 ignored, even if they are NaN (the gradient of a mean over no examples is NaN).
 
         Raises:
-            GradtoolsError: grads differs from earlier additions in structure, contains a
-            leaf that is not a gradient; weight is not a real scalar; the accumulator was created in
-            another transformation.
+            GradtoolsError: grads differs from earlier additions in structure, or contains a leaf
+                that is not a gradient; weight is not a real scalar; the accumulator was created in
+                another transformation.
         """
         self._check_trace("add")
         w = self._weight(weight)

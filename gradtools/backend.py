@@ -52,7 +52,7 @@ class Evaluation:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
         pullback: Maps the cotangents of outs (each may be None, for zero) to the cotangents of the
-            leaves (None if the outputs do not depend on a leaf).
+            leaves (None for a leaf on which the outputs do not depend).
         nested: Whether fun itself computed a derivative. This derivative may be constant with
             respect to a leaf, so None in the pullback's result then means zero.
         checked: Whether None in the pullback's result means that the outputs do not depend on a
@@ -148,7 +148,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Linearizes fun; returns `(outs, extras, pushforward)`, by default by transposition."""
+        """Returns `(outs, extras, pushforward)`; the default transposes the pullback of fun."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -273,7 +273,7 @@ class Differentiation(Arrays):
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function to call before each of `count` evaluations; it resets random state."""
+        """Returns a function that resets random state before each of `count` evaluations."""
         return lambda: None
 
     def map_batches(
@@ -365,7 +365,7 @@ class Rules(Differentiation):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]:
-        """Transposes `vs -> linear(at, *vs)` for vs like `examples`; applies it to values."""
+        """Applies the transpose of `vs -> linear(at, *vs)`, with vs like `examples`, to values."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
 
@@ -498,7 +498,7 @@ class FrameworkBackend(Backend):
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):
             x = self.stop_gradient(x)
-            narrow = x.dtype.itemsize < 4  # sums in narrow dtypes round or overflow
+            narrow = x.dtype.itemsize < 4  # sums in narrow dtypes are rounded or overflow
             return None if tuple(x.shape) else self.cast(x, "float32") if narrow else x
         if getattr(x, "shape", None) == () and hasattr(x, "item"):
             return x.item()

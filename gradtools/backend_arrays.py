@@ -112,7 +112,7 @@ class Arrays(ABC):
     def stop_gradient(self, x: Array) -> Array: ...
 
     def number_on_host(self, x: Array) -> Any:
-        """Returns the number in an array of shape (), or None if reading it might wait or fail.
+        """Returns the number in an array of shape (), or None if reading it might block or fail.
 
         The number is known if x is not traced and is stored in the host's memory.
         """
@@ -143,7 +143,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """Returns xs * min(1, bound / norm), with the norm of all xs; None if not implemented."""
+        """Returns xs * min(1, bound / norm) for the norm of all xs, or None if not implemented."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

@@ -150,7 +150,7 @@ def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[Fr
     """Yields the frames to hide, for an error and each of its causes and contexts.
 
     The hidden frames are gradtools' own frames and, for a GradtoolsError, the frames below the
-    user's innermost line. An unexpected error in gradtools' own code keeps its frames.
+    user's innermost line. For an unexpected error in gradtools' own code, no frames are hidden.
     """
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]

@@ -75,8 +75,8 @@ class Chunking(Operators):
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
         Before a chunk is recomputed, random generators and the buffers of f's modules (f itself, or
         modules in its closure) are reset to their state in the first pass; after the recomputation,
-        their state is restored. Grad mode and autocast are set as in the first pass. Other side
-        effects of f happen twice, as in `torch.utils.checkpoint`; hooks and counters can call
+        the current state is restored. Grad mode and autocast are set as in the first pass. Other
+        side effects of f happen twice, as in `torch.utils.checkpoint`; hooks and counters can call
         `is_recomputing`. Threads must not draw from the global generators, or update the buffers of
         one module, at the same time.
 

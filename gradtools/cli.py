@@ -85,7 +85,7 @@ _STATUS = "Exit status 0 for success, 1 if a check fails, 2 if it could not be r
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs the command that `argv` specifies.
 
     Args:
         argv: The arguments without the program's name; ``sys.argv[1:]`` if None.

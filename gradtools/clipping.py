@@ -126,7 +126,7 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
 
 
 def _known_number(backend: Backend, x: Any) -> Any:
-    """Returns the number x, or the number in an array x; returns None if it is not on the host."""
+    """Returns the number x, or the number in an array x; returns None if x is not on the host."""
     if backend.compiler.is_tracing():
         return None
     return backend.number_on_host(x) if backend.is_array(x) else x

@@ -109,7 +109,7 @@ _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 class CustomRule:
     """A function with a custom rule; see `custom_rule`.
 
-    Setting one of these attributes after a call clears the caches of earlier calls.
+    Setting one of the attributes below after a call clears the caches of earlier calls.
 
     Attributes:
         fun: The function that computes the value.

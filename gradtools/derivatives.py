@@ -1,11 +1,12 @@
 """First-order derivative operators, written once in terms of a backend's vjp, jvp and linearize.
 
-With J the Jacobian of f at x and Re<u, v> the inner product,
+Every operator in this module computes one of two maps. With J the Jacobian of f at x and Re<u, v>
+the inner product, these maps are
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator in this module computes one of these maps. The gradient of a real f is J^H 1,
-which for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
+The gradient of a real f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small learning
+rate, the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations
@@ -330,9 +331,9 @@ class Derivatives(Operators):
         tangents are correct at every order. `torch.no_grad` does not stop these tangents
         (pytorch#128600): use `stop_gradient`, or `linearize`, which uses reverse mode. A dual
         tensor does not require grad, so code that tests `requires_grad`, as in
-        `y if y.requires_grad else y.detach()`, loses the tangent without an error: use `linearize`;
-        `gradtools.testing.checked` detects the loss. PyTorch supports one level of dual numbers per
-        process; if another derivative is using this level, the pullback is transposed instead.
+        `y if y.requires_grad else y.detach()`, drops the tangent without an error: use `linearize`;
+        `gradtools.testing.checked` detects such code. PyTorch supports one level of dual numbers
+        per process; if another derivative is using this level, the pullback is transposed instead.
 
         Args:
             f: A function that takes and returns pytrees of arrays.

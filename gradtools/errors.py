@@ -20,7 +20,7 @@ class DisconnectedInputError(GradtoolsError):
 
 
 class LostDerivativeError(GradtoolsError):
-    """Raised if custom code in f returns a gradient that autograd cannot differentiate again."""
+    """Custom code in f returned a gradient that autograd cannot differentiate again."""
 
 
 class DerivativeError(GradtoolsError, AssertionError):

@@ -6,9 +6,9 @@ stores no graph. The derivative of <u, J^H v> along z is the tangent of the pull
 
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
-since both sides equal H u, where H is the Hessian of <v, G(z)>. This derivative is computed forward
-over reverse, with the memory of one graph of G. Double backward would keep a graph of G and a graph
-of its pullback for each call until the second derivative is computed.
+since both expressions equal H u, where H is the Hessian of <v, G(z)>. This derivative is computed
+forward over reverse, with the memory of one graph of G. Double backward would keep a graph of G and
+a graph of its pullback for each call until the second derivative is computed.
 
 The backends' `freezing.py` keep the first graph of a call until the pullback of the call has run,
 and replace kernels without forward mode.

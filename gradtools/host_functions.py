@@ -281,7 +281,7 @@ def _maps_as_rules(
         maps = _KernelMaps(host, specialized, saves, bwd, tuple(moving), tuple(outs))
         if key is not None:
             remember(known, key, maps)
-    given = linearized.tangent  # keeps arrays of `linearized` out of the closures
+    given = linearized.tangent  # so that the closures do not reference `linearized`
     rules = maps.push, maps.pull
 
     def applied(rule: Rule, saved: Entries, vs: Entries) -> list[Array]:

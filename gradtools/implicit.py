@@ -353,7 +353,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: Callable[[], str]) -> Array:
-        """Returns x; raises an error if `wrong` is true, or returns NaN if `wrong` is traced."""
+        """Returns x if `wrong` is false; otherwise raises an error, or returns NaN in a trace."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)

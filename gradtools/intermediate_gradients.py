@@ -41,9 +41,9 @@ class RetainedGradients(Operators):
     def retain_gradient(self, x: T, name: str) -> T:
         """Marks x, so that `retained_gradients` returns the gradient with respect to x.
 
-        Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
-        JAX program contains no operation for the mark. Use the result in place of x: only values
-        computed from the result contribute to the retained gradient.
+        Outside of `retained_gradients` a mark has no cost: in PyTorch the result is x itself, and a
+        compiled JAX program contains no operation for the mark. Use the result in place of x: only
+        values computed from the result contribute to the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex are returned unchanged.
@@ -81,8 +81,8 @@ class RetainedGradients(Operators):
     ) -> Callable[P, tuple[R, Any, dict[str, Any]]]:
         """Computes value and gradient of a real scalar f, and gradients at the values that f marks.
 
-        In eager PyTorch f is evaluated once; inside of torch.func's transforms, which need the
-        shapes of marked values beforehand, f is evaluated twice. In JAX f is traced to a jaxpr, so
+        In eager PyTorch f is evaluated once; inside of torch.func's transforms, f is evaluated
+        twice, first to determine the shapes of marked values. In JAX f is traced to a jaxpr, so
         it cannot branch on values, and marks in `jax.lax.while_loop`, which has no reverse mode,
         raise an error.
 
@@ -97,10 +97,10 @@ class RetainedGradients(Operators):
             grads, retained)`. retained is a dict from names to pytrees like the marked values, with
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
-            order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark
-            precede the steps at the next mark. Under vmap the batch axis is the first axis of each
-            retained gradient. The gradient at a value on which the output does not depend is zero.
-            All results are differentiable, like the results of `grad`.
+            order, or listed if their shapes differ; in JAX, the gradients at one mark in all steps
+            of a traced loop precede the gradients at the next mark. Under vmap the batch axis is
+            the first axis of each retained gradient. The gradient at a value on which the output
+            does not depend is zero. All results are differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums

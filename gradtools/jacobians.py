@@ -50,8 +50,8 @@ class Jacobians(Operators):
         Args:
             f: A function that takes pytrees of real arrays and returns a pytree of arrays.
             argnums: The positional arguments to differentiate with respect to.
-            mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
-                unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
+            mode: "reverse" pulls back one unit cotangent per output entry; "forward" pushes forward
+                one unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
                 fewer passes in JAX, where the size of the output is known beforehand. If the
                 precisions of f's output and input differ, "forward" returns the output's precision
                 and the other modes return the input's precision.
@@ -194,8 +194,8 @@ class Jacobians(Operators):
             f: See `grad`.
             argnums: The positional arguments to differentiate with respect to.
             mode: See `hvp`.
-            sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
-                diagonal need not be repeated on the other side.
+            sparsity: The pattern of the Hessian, as in `jacobian`; if the entry (i, j) is given,
+                the entry (j, i) may be omitted.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t the function returns
@@ -264,9 +264,9 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradient of the scalar that fun returns, at the given leaves.
+    """Computes the gradient of the scalar that fun returns, and fun's extras, at the given leaves.
 
-    Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
+    likes: Arrays with the leaves' shapes and dtypes.
     """
     evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
     out = call.scalar(evaluation.outs, evaluation.extras)
@@ -290,7 +290,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes blocks of shape s + t of the Jacobian, for output and input leaves of shapes s, t.
+    """Computes the Jacobian's blocks, of shape s + t for output and input leaves of shapes s and t.
 
     mode: "forward", "reverse" or "auto", which is treated as "reverse".
     """

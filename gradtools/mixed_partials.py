@@ -104,7 +104,7 @@ class MixedPartials(Operators):
 
 
 def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
-    """Returns the gradient of f(y, g) in argument `which`, as a function of the other argument."""
+    """Returns f's gradient with respect to argument `which` as a function of the other argument."""
     count = call.counts[0]
     leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
 

@@ -59,7 +59,7 @@ class Models(Operators):
           alias (same storage, ``requires_grad=False``: a training step builds no second graph);
           state maps each buffer's name to a copy, and the name of each frozen parameter to an
           alias, for which no gradient is computed. Tied parameters appear once, under their first
-          name. Each call works on a structural copy of the module tree; hooks are kept; a number
+          name. Each call evaluates a structural copy of the module tree; hooks are shared; a number
           that forward assigns to an attribute remains on that copy. Changes that forward makes to a
           shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
           global generators (of the CPU and of the accelerators of the call's tensors) are

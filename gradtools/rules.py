@@ -4,8 +4,8 @@ Every operation with a custom derivative is a function with a tangent and a cota
 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
-Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. Either map may be
-omitted: it is then the transpose of the other map. The maps get their residuals as arguments:
+Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. If one map is
+omitted, the transpose of the other map is used. The maps get their residuals as arguments:
 inputs, outputs, or *extras*, which are further results of the forward pass. Extras are hidden
 outputs, differentiated through the code that computed them, so a rule that saves an intermediate
 result is correct at second order.
@@ -65,7 +65,7 @@ class Linearized:
         tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
             uses.
         example: For an evaluation of a batch, the maps of one example.
-        written: The user's cotangent map, if `cotangent` applies a rule with forward mode instead.
+        written: The user's cotangent map, if `cotangent` instead applies a rule with forward mode.
             The user's map uses only the residuals at the start of `saves`.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
@@ -120,8 +120,8 @@ class Rule:
         contract: The checks that the user's maps must pass; with a contract, the maps get arrays
             of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
         reaches: The differentiable paths from inputs to outputs. "identity": the outputs
-            are the inputs unchanged, and graphs draw an identity. A function (for functions of
-            another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
+            are the inputs unchanged, and a drawn graph shows an identity. A function (for functions
+            of another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
             attribute or the function's result is None, every output may depend on every input.
         key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
@@ -164,7 +164,7 @@ class Rule:
 
     @property
     def origin(self) -> Any:
-        """The object that this rule and all rules derived from it use for shared checks."""
+        """The rule's contract, which derived rules share, or the rule itself if it has none."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
@@ -386,7 +386,7 @@ def batched(
 def evaluating_again(
     rule: Rule, first: Linearized, count: int, perturbed: tuple[bool, ...] | None
 ) -> Linearized:
-    """Returns maps that save the inputs and reevaluate the rule, for opaque residuals.
+    """Returns a `Linearized` whose maps evaluate the rule again, for opaque residuals.
 
     Opaque residuals are constants in a derivative, and may contain arrays of a transform that has
     ended.
@@ -415,7 +415,7 @@ def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries
 
 
 def _mapped(linear: Any, backend: Any, at: Any, vectors: Any, size: int) -> list[Any]:
-    """Applies `vmap` to a linear map of residuals and vectors; entries may be None.
+    """Evaluates a map of residuals and vectors under vmap; entries may be None.
 
     at, vectors: Pairs of the entries and their batch axes.
     """

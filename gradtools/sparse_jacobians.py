@@ -1,8 +1,9 @@
 """Computes sparse Jacobians and Hessians with a given sparsity pattern by graph coloring.
 
-Columns that share no row (structurally orthogonal columns) are pushed as one tangent, rows that
-share no column are pulled as one cotangent, and each entry is read from the product in which it is
-the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974).
+Columns that share no row (structurally orthogonal columns) are pushed forward as one tangent, rows
+that share no column are pulled back as one cotangent, and each entry is read from the product in
+which it is the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices,
+1974).
 NetworkX computes a greedy coloring. If the pattern omits a nonzero entry, this entry is added to
 another entry of the result. To detect omitted entries, the products of the Jacobian and of the
 result with a random vector are compared.
@@ -37,7 +38,7 @@ def sparse_jacobian(
     """Computes the Jacobian of a call as the framework's sparse array.
 
     fun: The function to differentiate: the call, or its gradient for a Hessian.
-    symmetric: Whether the result is a Hessian, whose pattern may omit one side of the diagonal.
+    symmetric: Whether the result is a Hessian; the pattern may then omit (j, i) if it has (i, j).
     """
     backend = call.backend
     x = _only(call, call.leaves, "the argument")
@@ -220,8 +221,8 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
     """Returns whether rows are pulled back, and the colors of the rows or of the columns.
 
-    mode: "forward" pushes columns, "reverse" pulls rows; "auto" selects the mode with fewer
-        products, estimated from the largest number of entries in a row and in a column.
+    mode: "forward" (for columns), "reverse" (for rows), or "auto", which selects the mode with
+        fewer products, estimated from the largest number of entries in a row and in a column.
     """
     pattern.sort_indices()
     widest, highest = (int(np.asarray(pattern.sum(k)).max(initial=0)) for k in (1, 0))

@@ -20,9 +20,9 @@ class Transforms(Operators):
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """Maps f, a function of one example, over a batch axis.
 
-        Uses the framework's vmap: ``torch.func.vmap`` (whose random operations then differ
-        between examples) or ``jax.vmap``. In both frameworks, keyword arguments are
-        mapped, as in ``jax.vmap``.
+        Uses the framework's vmap: ``torch.func.vmap`` (with different random numbers for each
+        example) or ``jax.vmap``. In both frameworks, keyword arguments are mapped, as in
+        ``jax.vmap``.
 
         Args:
             f: A function of pytrees of arrays.
@@ -67,8 +67,8 @@ class Transforms(Operators):
         Checkpointing costs an additional forward pass of f and saves the memory of f's graph.
         PyTorch: f is recomputed as one chunk of `chunked`: random generators and the buffers of
         modules are restored, so batch normalization updates its statistics once. f may capture
-        computed tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
-        ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
+        tensors that have a graph. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is
+        used. JAX: ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.

@@ -237,7 +237,7 @@ class Batch:
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
-    """Moves one axis of x, without PyTorch's moveaxis, which does not support nested vmap."""
+    """Moves one axis of x by a permutation; PyTorch's moveaxis does not support nested vmap."""
     source, target = source % x.ndim, target % x.ndim
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)

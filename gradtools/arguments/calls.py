@@ -1,8 +1,8 @@
 """`Call` represents one call of a user's function as a function of flat arrays.
 
 Derivative operators take arguments that are pytrees; backends take lists of arrays. A `Call`
-converts between them: it flattens the differentiated arguments, names each leaf by its argument and
-path, and unflattens results. `Call` also validates the user's arguments.
+flattens the differentiated arguments, names each leaf by its argument and path, and unflattens
+results. `Call` also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def call_of_primals(
 
 
 def _is_integer(x: Any) -> bool:
-    """Returns whether x is a Python or NumPy integer or bool, or an array of such numbers."""
+    """Returns whether x is a Python or NumPy integer or bool, or a NumPy array of these types."""
     return isinstance(x, int | np.integer | np.bool_) or (
         isinstance(x, np.ndarray) and x.dtype.kind in "biu"
     )

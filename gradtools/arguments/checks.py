@@ -217,7 +217,7 @@ def matching(
     names: Callable[[], tuple[str, str]],
     fix: str = "Reshape or cast the array.",
 ) -> Array:
-    """Returns x as an array; raises an error if its shape or dtype differs from those of `like`."""
+    """Returns x as an array; raises an error if its shape or dtype does not match `like`."""
     if isinstance(x, complex) and not backend.is_complex(like):
         name, like_name = names()
         raise GradtoolsError(

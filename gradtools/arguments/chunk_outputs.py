@@ -38,17 +38,18 @@ class Outputs:
         self._treedef: Any = _UNKNOWN  # None if the output is a single array.
         self._constants: dict[int, Any] = {}  # The leaves that are not arrays, by index.
         self._rests: list[list[int]] = []  # The first chunk's shapes, without the axes in `axes`.
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # The list items of each chunk.
+        # For each chunk, the pair (treedef, number of leaves) of each list item.
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]
 
     def same_as(self, number: int, others: range) -> None:
-        """Copies the list items of chunk `number` to the chunks `others` of the same structure."""
+        """Copies the structures of the list items of chunk `number` to the chunks `others`."""
         for other in others:
             self._lists[other] = self._lists[number]
 
     def arrays_in(self, number: int, out: Any) -> list[Array]:
         """Returns the arrays in the output of chunk `number`.
 
-        Raises an error if the structure of the output differs from the output of an earlier chunk.
+        Raises an error if the output differs in structure from the output of an earlier chunk.
         """
         backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
@@ -176,7 +177,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    """Returns the error for an output or carry whose structure differs from earlier chunks."""
+    """Returns the error for an output or carry with another structure than in earlier chunks."""
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "

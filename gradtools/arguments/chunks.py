@@ -29,7 +29,7 @@ class ChunkOptions:
 
     verify: bool | None = None  # whether backward passes compare outputs; None: only the first
     progress: bool = False
-    # A cache for the next call of the same function.
+    # Mutable state that all calls of a function share: "verified" after the first comparison.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the same batch in chunks of at most `chunk_size` rows (fewer if symbolic)."""
+        """Returns a partition of the batch into chunks of at most `chunk_size` rows."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 

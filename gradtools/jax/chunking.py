@@ -119,7 +119,7 @@ def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Arr
 
 
 class _ChunkRun(NamedTuple):
-    """Consecutive chunks of the same kind. The number of chunks may be symbolic."""
+    """Consecutive chunks of equal structure and shapes. The number of chunks may be symbolic."""
 
     kind: int
     first: int
@@ -133,7 +133,7 @@ class _ChunkProgram:
     program: jaxprs.TracedProgram
     consts: list[Any]
     slots: list[Any]  # for each 16-bit constant, a float32 array to which the cotangent is routed
-    outs: int  # the number of output leaves, which precede the carry
+    outs: int  # the number of output leaves, which precede the carry's leaves
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
@@ -142,14 +142,14 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """Returns a copy with float32 slots, where a scan sums cotangents of 16-bit constants."""
+        """Returns a copy with float32 slots, so that a scan sums 16-bit cotangents in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         slots = [x.astype("float32") if narrow(x) else None for x in self.consts]
         return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to its type after a step, because the type of a carry is fixed."""
+        """Promotes a carry to its type after a step, because a scan must not change this type."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 
@@ -205,7 +205,7 @@ class _Steps:
         return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
-        """Returns the traced program of the chunks of a kind, which is the body of a scan."""
+        """Returns the program that a scan evaluates for the chunks of the given kind."""
         key = kind, *map(varies, carry)
         if key not in self._traced:
             number = self.kinds.index(kind)
@@ -238,7 +238,7 @@ class _Steps:
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:
-        """Returns the random draws of a chunk whose keys do not depend on the chunk index."""
+        """Returns a chunk's random draws with keys that do not depend on the chunk index."""
         return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ Captured arrays are arguments of the program, so the cache does not reference ar
 
 A program with a user-defined rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
 call, because the code of the rule runs later and may read other values. For a function of JAX with
-a rule, such as `jax.nn.relu`, the equations of its pullback are part of the key.
+a rule, such as `jax.nn.relu`, the equations of its pullback are part of the cache key.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _pullback(
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        """Computes the cotangents of the arguments and of the cotangents, given `us`."""
+        """Maps cotangents `us` of the results to cotangents of the arguments and of `cts`."""
         xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:

@@ -79,7 +79,7 @@ def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[
             f"its arguments are committed to different devices, {names[0]} and {names[1]}. Move "
             "all arguments to one device with jax.device_put."
         )
-    bridged = call.kernel.inside is not None  # no program waits for a direct call
+    bridged = call.kernel.inside is not None  # a direct call cannot deadlock
     result = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
     if not committed:
         return [jnp.asarray(y) for y in result]

@@ -54,7 +54,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 def own(x: Any) -> Any:
     """Converts a NumPy array to a JAX array in new memory. Other values are returned unchanged."""
-    # In a trace `jnp.array(x)` would share x's memory.
+    # NumPy copies x, because in a trace `jnp.array(x)` shares x's memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 

@@ -126,7 +126,7 @@ class Opened:
             module.
     """
 
-    own: frozenset[int] = frozenset()  # JAX differentiates at tracers
+    own: frozenset[int] = frozenset()  # needed in PyTorch only
     reads_own = False  # f reads copies of the modules, which contain tracers
     is_deferred = staticmethod(bool)  # always False: JAX traces all results
 
@@ -183,7 +183,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """Splits a module into differentiated arrays and the rest (an index for an nnx module)."""
+        """Splits a module into differentiated arrays and a remainder (an index for nnx modules)."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:

@@ -10,7 +10,7 @@ this module analyzes the data flow of the jaxpr (a forward may-analysis)::
 Sets of inputs are bit masks with one bit per input; each sub-jaxpr is analyzed once. The *raw* flow
 is the same analysis without cuts and with control dependence.
 
-`seeing/jax/graphs.py` finds the equations at which a gradient is lost.
+`seeing/jax/graphs.py` builds the graph in which `why_zero` finds lost gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -158,7 +158,7 @@ class Flow:
         if edges is not None and len(written) == len(eqn.outvars):
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
-        # Every input flows to every output, except from a float to an integer or a bool.
+        # Every input flows to every output, except that floats do not flow to integers or bools.
         total = reduce(or_, bits, 0)
         kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
         if self.raw or all(written) or kept:

@@ -59,7 +59,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """Implements `Backend.entries_of` without unflattening, as a class may inspect its arrays."""
+    """Implements `Backend.entries_of` without calling constructors, which may inspect leaves."""
     if type(treedef) is OpenedTree:
         return [flatten(x) for x in unflatten(treedef, leaves)]
     left = iter(leaves)

@@ -209,7 +209,7 @@ none."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
-"""These functions add, multiply or divide lists of tensors in one operation."""
+"""Functions that add, multiply or divide lists of tensors in one operation."""
 
 
 def storage_key(x: Tensor) -> int:
@@ -237,7 +237,7 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""`SLOTS` names the attributes that contain a module's own parameters, buffers and children, each
+"""`SLOTS` names the attributes that contain a module's own parameters, buffers and children, some
 of which may be None. The attribute `NOT_SAVED` contains the names of non-persistent buffers. The
 attribute `COMPILED_CALL` contains the code that `module.compile()` creates, which a copy of the
 module must not run."""

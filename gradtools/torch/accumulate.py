@@ -1,9 +1,9 @@
 """Writes gradients to the `.grad` of parameters in PyTorch.
 
 Like the autograd engine, `write_gradients` adds to `.grad` in place where possible, and creates
-`.grad` if it is None. A process-wide lock serializes writes, since `p.grad = p.grad + g` would lose
-an addition by another thread between the read and the write. All checks and allocations precede the
-first write. `gradtools.accumulate` documents the public names.
+`.grad` if it is None. A process-wide lock serializes writes, since `p.grad = p.grad + g` would
+overwrite an addition by another thread between the read and the write. All checks and allocations
+precede the first write. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations

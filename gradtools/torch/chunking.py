@@ -106,7 +106,7 @@ def recomputes() -> bool:
 def verifies(options: ChunkOptions, program: Program) -> bool:
     """Returns whether to compare the outputs of `program` with the outputs of its recomputation.
 
-    By default, only the first call of the user's function is compared.
+    By default, outputs are compared only until one comparison has succeeded.
     """
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)

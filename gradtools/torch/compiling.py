@@ -1,4 +1,4 @@
-"""Configures dynamo without importing it, and detects derivatives that compiled code would lose.
+"""Configures dynamo without importing it, and detects derivatives that compiled code would drop.
 
 Importing dynamo takes longer than importing the rest of PyTorch, and programs without compiled
 functions do not need dynamo. Functions that dynamo must not trace are therefore registered by an
@@ -44,7 +44,7 @@ def _with_dynamo(register: Callable[[], Any]) -> None:
 
 
 def opaque_to_dynamo(fun: F) -> F:
-    """Marks `fun` as one node of a compiled graph (`torch.compiler.allow_in_graph`)."""
+    """Makes dynamo record each call of `fun` as one node (`torch.compiler.allow_in_graph`)."""
     _with_dynamo(lambda: torch.compiler.allow_in_graph(fun))
     return fun
 

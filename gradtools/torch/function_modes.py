@@ -3,7 +3,7 @@
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
 mode or takes a second derivative, attention uses plain operations. (The context manager
 `torch.nn.attention.sdpa_kernel` is not used, because it sets process-wide flags: if two threads
-exit it in the order in which they entered it, flash attention stays disabled.) Normalization layers
+exit in the order in which they entered, flash attention stays disabled.) Normalization layers
 use `normalization.PROGRAMS`.
 """
 
@@ -133,7 +133,7 @@ class OneTangent(PlainAttention):
     """Evaluates operations on dual numbers without a graph, and `no_grad` blocks without tangents.
 
     PyTorch propagates tangents through `no_grad` blocks (pytorch#128600). `frozen` and
-    `mixed_partial` use this mode if gradtools has chosen forward mode. PyTorch's jvp rules of
+    `mixed_partial` use this mode for derivatives in forward mode. PyTorch's jvp rules of
     linear operations multiply zero tangents, so this mode applies the operation only to the tangent
     that is not zero, which is faster.
     """

@@ -1,4 +1,4 @@
-"""Inspects and unwraps functorch wrappers and dual tensors, and creates zeros like them."""
+"""Inspects and unwraps functorch wrappers and dual tensors, and creates zeros of their shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def may_have_no_value(x: Tensor) -> bool:
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
     """Returns the levels at which at least one tensor of xs is differentiated.
 
-    A level is the number of a functorch level, `OF_AUTOGRAD` for autograd's graph, or
+    A level is the number of a functorch transform, `OF_AUTOGRAD` for autograd's graph, or
     `OF_DUAL_NUMBERS` for forward mode outside of functorch. Inside of functorch, tangents of
     forward mode are not visible, so every floating tensor of xs counts as differentiated if a level
     of forward mode is active.

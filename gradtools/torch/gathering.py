@@ -22,7 +22,7 @@ left_to_python(__name__)
 
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
-    """Concatenates the rows of x from all processes of the group. See `gradtools.chunking`."""
+    """Concatenates the rows of x from all processes of the group. See `gradtools.gathering`."""
     check_group("all_gather", axis_name, group)
     leaves, treedef = trees.flatten(x)
     return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
@@ -42,7 +42,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """Returns the values of all processes of a group or DeviceMesh."""
+    """Returns the `value` of each process of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]
@@ -83,7 +83,7 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """Gathers the values of all processes, outside of torch.func's transforms."""
+    """Gathers `value` from all processes of the group, outside of torch.func's transforms."""
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []

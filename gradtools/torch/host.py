@@ -47,7 +47,7 @@ class KernelCalls:
         count: The number of arguments, or 0 if any number of arguments is allowed.
         alike: Whether the result is one array with the shape and dtype of the first argument.
         fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
-        returns a new array, so that no copy is needed; 0 for other kernels.
+            returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
@@ -55,7 +55,7 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        # A ufunc would write its result to an additional argument.
+        # With more arguments, a ufunc writes its result to the additional argument.
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:

@@ -124,8 +124,8 @@ def dual_level() -> Iterator[None]:
 def unpacked() -> Iterator[list[Any]]:
     """Disables all saved-tensor hooks, and yields the hooks, innermost first.
 
-    A surrounding checkpoint thus does not save the tensors of an inner graph. `torch.func` raises
-    an error if saved-tensor hooks are active.
+    The hooks are disabled so that a surrounding checkpoint does not save tensors of an inner graph,
+    and because `torch.func` raises an error if saved-tensor hooks are active.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:

@@ -89,7 +89,7 @@ class Program:
         known: The detached outputs of the first run, or None.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
-        first: Pairs of the outputs of the first run and their version counters, for comparison.
+        first: Pairs of an output of the first run and its version counter, for comparison.
         call: A function that evaluates f on a batch if the program is mapped by vmap, or None.
         captured: The tensors that are replaced by the first arguments when the program runs.
         inline: The number of captured tensors that were sources before `inlined` was called.
@@ -411,7 +411,7 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """Computes the gradients at xs by autograd's engine.
+    """Computes the gradients with respect to xs by autograd's engine.
 
     The gradient of an unused tensor is None.
     """
@@ -516,7 +516,7 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Computes the gradients at the program's sources and its arguments xs."""
+    """Computes the gradients with respect to the program's sources and its arguments xs."""
     program = ctx.program
     wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
     if not any(wants) or all(ct is None for ct in cts):
@@ -562,7 +562,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
         return list(ys)
     plain = [*map(unwrapped, inputs)]
     shared = [any(upstream.is_alias_of(unwrapped(y), x) for x in plain) for y in ys]
-    # Autograd would not track that an output shares memory with an input.
+    # Autograd does not track that an output shares memory with an input, so this output is cloned.
     outs = [y.detach().clone() if s else y.detach() for y, s in zip(ys, shared, strict=True)]
     program.known, program.verify = outs, verify
     return recomputed(program, batched_as(inputs, ys))

@@ -58,7 +58,7 @@ class Randomness:
     def everywhere(
         cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
     ) -> Randomness:
-        """Reads the generators of Python, NumPy and PyTorch on the CPU and the given device types.
+        """Reads the generator states of Python, NumPy and PyTorch (CPU and device types `kinds`).
 
         generators: Additional generators, found in a module or a closure.
         """

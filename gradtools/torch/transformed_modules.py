@@ -17,7 +17,7 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """Returns `make(f)`, wrapped in a `Transformed` module if f is a Python module."""
+    """Returns `make(f)`, wrapped in a `Transformed` module if f is an eager `torch.nn.Module`."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 

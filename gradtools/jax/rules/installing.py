@@ -92,7 +92,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
 def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
     """Adapts a rule to inputs that do not vary over some mesh axes of shard_map (`shared`).
 
-    JAX sums the cotangents of these inputs over the axes. If the author has already summed a
+    JAX sums the cotangents of these inputs over the axes. If the rule has already summed a
     cotangent, as `jax.custom_vjp` requires, the sum is divided by the number of devices.
     """
 

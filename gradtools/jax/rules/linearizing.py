@@ -282,8 +282,7 @@ def _dense(value: Any, like: Any) -> Any:
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------
 #
-# A rule may run after its trace has ended. Tracers in the closure of the rule would then have
-# leaked.
+# A rule may run after its trace has ended, so its closure must not contain tracers of the trace.
 
 
 def captured_tracers(rule: Rule) -> list[Any]:

@@ -135,7 +135,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def closes_over_tracked(rule: Rule) -> bool:
     """Returns whether the functions of a rule capture a differentiated tensor.
 
-    The derivative with respect to a captured tensor would be lost. A rule without a contract was
+    A rule has no derivative with respect to a captured tensor. A rule without a contract was
     derived from another rule, and is not checked.
     """
     if rule.contract is None:

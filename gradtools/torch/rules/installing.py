@@ -1,9 +1,9 @@
 """Applies rules in PyTorch: in eager code, under torch.func, in compiled code and under export.
 
 If the inputs are differentiated, a `torch.autograd.Function` (`functions.py`) applies the rule.
-Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
-torch#193279). In compiled code, dynamo therefore records an opaque call, which functorch processes
-at run time.
+Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
+(pytorch#192985, pytorch#193279). In compiled code, dynamo therefore records an opaque call, which
+functorch processes at run time.
 """
 
 from __future__ import annotations

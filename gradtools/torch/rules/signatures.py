@@ -147,7 +147,7 @@ class Signature:
         return point, outs
 
     def _share(self, point: Application, count: int | None) -> None:
-        """Sets a cotangent map and a backward pass that call bwd directly on a shared application.
+        """Sets the cotangent map and backward pass of a shared application; both call bwd directly.
 
         count: The number of residuals, or None if bwd is called with a tensor instead of a tuple.
         """

@@ -183,8 +183,8 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# During compilation, a rule runs outside of the levels of torch.func, so the engines would choose
-# autograd. Tangents of dual numbers may have overlapping memory, which autograd cannot write to.
+# `pull` calls torch.func directly during compilation, when the engines choose autograd, and in
+# forward mode, because autograd cannot write to tangents with overlapping memory.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:

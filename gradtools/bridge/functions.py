@@ -262,7 +262,7 @@ class Bridged(CustomRule):
             raise
 
     def _refuse_guest_arrays(self, *given: Any) -> None:
-        """Raises an error if an argument, which the host has refused, is an array of the guest."""
+        """Raises an error if an argument that the host rejected is an array of the guest."""
         guest, leaves = self.guest, list[Any]()
         with suppress(GradtoolsError):  # raised for an array of the host
             leaves = guest.backend.flatten(given)[0]

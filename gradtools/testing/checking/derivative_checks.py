@@ -10,8 +10,8 @@ random. The checks are:
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, evaluates to rounding
 error. A small difference between two sides counts as rounding error if a perturbation of the last
-digits of x changes one side by as much. At a kink the finite difference is the mean of the
-one-sided derivatives, and any derivative between the one-sided derivatives is accepted.
+digits of x changes one side by a comparable amount. At a kink the finite difference is the mean of
+the one-sided derivatives, and any derivative between the one-sided derivatives is accepted.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class DerivativeCheck:
         return slopes.slope(lambda t: flattened(compute(self.moved(us, t))), self.probe.eps)
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """Returns `Probe.derivative` in the given mode and caches the most recent results."""
+        """Returns `Probe.derivative(mode, xs, *vectors)` and caches the most recent results."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             found = self.probe.derivative(mode, xs, *vectors)
@@ -273,7 +273,7 @@ class DerivativeCheck:
         """Returns a mode's name for the report."""
         return self.labels.get(mode, mode.replace("_", " "))
 
-    # --- two functions of the point
+    # --- comparison of two results
 
     def equal(
         self,

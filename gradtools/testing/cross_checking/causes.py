@@ -137,7 +137,7 @@ class Causes:
         """Returns the relation of the first operations that differ, with their source lines."""
         try:
             kind, blame = RecordedRuns(self.check).blame()
-        except Exception as error:  # such as a program that cannot be traced
+        except Exception as error:  # for example, a program cannot be traced
             self.report.notes.append(f"operations were not compared: {first_line(error)}")
             return None
         if blame is None:
@@ -203,7 +203,7 @@ class Causes:
         )
 
     def _wrong_side(self, c: Comparison, i: int) -> str | None:
-        """Returns the name of the side that contradicts finite differences, or None if unclear.
+        """Returns the name of the side that differs from finite differences, or None if unclear.
 
         The finite differences are computed from PyTorch's values or gradients, which agree with
         JAX's values or gradients.

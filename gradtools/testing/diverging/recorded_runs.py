@@ -119,7 +119,7 @@ class RecordedRuns:
         return run
 
     def _compare_gradients(self) -> None:
-        """Compares the gradients at arguments and parameters."""
+        """Compares the gradients with respect to the arguments and parameters."""
         ours = self.torch.leaves.values()
         size = max((largest(s.gradient) for s in ours), default=0.0)
         self.noise = 1e-3 * max((s.accuracy for s in ours), default=0.0) * size

@@ -187,7 +187,7 @@ _KINDS = _Kinds()
 
 
 def whole(cls: type[T]) -> type[T]:
-    """Makes instances of a class leaves, even if they contain arrays; used as a class decorator."""
+    """Class decorator: instances of the class are leaves, even if they contain arrays."""
     _KINDS[cls] = False
     return cls
 

@@ -186,7 +186,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at `point` with a formula that agrees."""
+        """Returns whether f runs a different program at `point`, whose formula agrees there."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:

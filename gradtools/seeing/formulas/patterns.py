@@ -3,7 +3,7 @@
 `named` replaces an expression that matches a composition in the left column by the expression in
 the right column::
 
-    log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
+    log sum exp(x - c)                      logsumexp(x) - c       if c is constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
     1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None without a match."""
+    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None if absent."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -140,7 +140,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 
 def _standardize(x: Expr) -> Expr | None:
-    """Replaces (z - mean z) * (var z + eps)**-1/2 in a product; returns None without a match."""
+    """Replaces (z - mean z) * (var z + eps)**-1/2 in a product; returns None if absent."""
     _, entries, _ = parts(x)
     for f, names in entries:
         terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []

@@ -108,7 +108,7 @@ class Node:
         attributes: Static parameters of the operation, such as axes or a permutation.
         source: The innermost line of the user's own code that ran the operation.
         scope: The modules in which the operation ran, outermost first.
-        phase: 0 forward, 1 backward, 2 backward of the backward.
+        phase: The pass: 0 is forward, 1 is backward, and 2 is the backward of the backward.
         links: ``links[k][i]`` is the dependence of output k on input i. If None, the links are
             computed from the bodies. If there are no bodies, links between inexact arrays are
             differentiable and other links are cut.

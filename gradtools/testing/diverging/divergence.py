@@ -29,7 +29,7 @@ CALLER = "first_divergence"
 
 @dataclass
 class Divergence(Report):
-    """The report of `first_divergence`, which is true if nothing differs.
+    """The report of `first_divergence`; `bool(report)` is True if nothing differs.
 
     `comparisons` lists the compared outputs and the compared gradients of arguments and parameters.
 

@@ -274,6 +274,6 @@ def _operands(s: Step) -> Steps:
 
 
 def common_operands(s: Step) -> Steps:
-    """Returns the last values before a step that occur in both runs."""
+    """Returns the nearest ancestors of a step whose values occur in both runs."""
     every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
     return [p for p in every if p.entries >= 0]

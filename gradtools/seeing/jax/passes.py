@@ -369,7 +369,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # a derived jaxpr may differ
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # derived jaxprs may differ
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

@@ -66,7 +66,7 @@ def described(node: Any) -> Sequence[Any]:
 
 
 def decompositions() -> Any:
-    """Returns PyTorch's operator decompositions; imported lazily, because the import is slow."""
+    """Returns PyTorch's table of operator decompositions; a lazy import, because it is slow."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

@@ -240,7 +240,7 @@ class RunRecorder(Recorder[int]):
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns the node with its links; links are weak if the operation has no derivative.
+        """Returns the node with its links; a link without a derivative is cut or zero_derivative.
 
         Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """

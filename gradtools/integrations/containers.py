@@ -6,8 +6,8 @@ backend's `flatten` also flattens such containers: the arrays in a container bec
 tree, and the structure records how to rebuild the container. A container without arrays (such as a
 configuration) and a callable container remain leaves.
 
-All operators flatten their arguments with this module, which rejects arrays of the other framework.
-PyTorch and JAX treat foreign arrays as constants, so an edit or a derivative would have no effect.
+All operators flatten their arguments with this module, which rejects arrays of the other framework,
+because PyTorch and JAX treat foreign arrays as constants without derivatives.
 """
 
 from __future__ import annotations

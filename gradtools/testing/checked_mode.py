@@ -334,7 +334,7 @@ class _CheckedMembers:
     # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
-        """Checks the derivative of `run(*args, **kwargs)`, which the framework may compute."""
+        """Checks the derivative of `run(*args, **kwargs)`, in case the framework computes it."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         leaves, treedef = self.backend.flatten((args, kwargs))

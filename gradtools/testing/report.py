@@ -232,7 +232,7 @@ class Report:
 
     @property
     def disagreements(self) -> list[Comparison]:
-        """The comparisons that differ for another reason than a known convention."""
+        """The comparisons that differ and whose difference is not a known convention."""
         return [c for c in self.comparisons if not c.agrees]
 
     @property

@@ -119,7 +119,7 @@ def product(
 def _flattened(
     coefficient: Any, entries: list[Entry], out: Labels, size: dict[Any, int]
 ) -> tuple[Any, list[Entry]]:
-    """Returns the coefficient and the factors; flattens products if this is easier to read."""
+    """Returns the coefficient and the factors; flattens nested products for readability."""
     flat: list[Entry] = []
     axes = [set(names) for _, names in entries if names]
     sums = any(not names <= set(out) for names in axes)

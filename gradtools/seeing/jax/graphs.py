@@ -64,7 +64,7 @@ def graph_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """The source line, modules and pass that contain a jaxpr.
+    """The source line, modules and pass of a jaxpr.
 
     Attributes:
         site: The user's line that called a function of JAX; None inside of the user's functions.

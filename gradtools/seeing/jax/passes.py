@@ -11,7 +11,7 @@ belong to the forward pass, even if only a later pass reads the result: for sin,
 and JAX computes and saves cos x in the forward pass.
 
 For `seeing/diagnostics/gradients_at_values.py`, both passes are evaluated at given values, equation
-by equation. Calls, branches and short loops are inlined, so operations inside of their bodies are
+by equation. Calls, branches and short scans are inlined, so operations inside of their bodies are
 examined.
 """
 

@@ -86,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size; smaller steps are used only near the border of f's domain."""
+    """Returns the smallest step size, unless a full extrapolation table needs smaller steps."""
     return 10 * eps**0.5

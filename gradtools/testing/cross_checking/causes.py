@@ -8,7 +8,7 @@ Each disagreement is explained by the first cause that applies:
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
 If a value is wrong, derivatives without a known cause are reported with the cause of the value. If
-finite differences contradict the derivative of one side, the detail of the comparison names this
+the derivative of one side differs from finite differences, the detail of the comparison names this
 side.
 """
 
@@ -247,7 +247,7 @@ class Causes:
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
                 return Relation(f"infinity in {mine}", why)
-        if equal(a, b, near):  # every relation close to the identity would match
+        if equal(a, b, near):  # any relation close to the identity matches
             return Relation(UNKNOWN)
         sizes = self.check.sizes()
         return related(a, b, self.names, c.order, near, sizes) or Relation(UNKNOWN)

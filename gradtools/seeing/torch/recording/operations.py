@@ -1,7 +1,7 @@
 """Neutral names of aten operations, and the reasons for missing derivatives.
 
 Variants such as `add` and `add_` have the same neutral name. `seeing/formulas/words.py` defines the
-neutral names; other operations have their PyTorch name. Autograd nodes also have neutral names,
+neutral names; other operations use their PyTorch names. Autograd nodes also have neutral names,
 because a call such as cross_entropy creates several nodes.
 """
 

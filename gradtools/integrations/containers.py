@@ -32,7 +32,7 @@ class OpenedContainer:
         keys: The container's keys, or the names of its fields.
         treedef: The tree structure of the list of the container's parts.
         pattern: A copy of the container with None in place of each part, so that the structure
-            keeps no array alive.
+            references no array.
     """
 
     kind: type

@@ -114,7 +114,7 @@ def _softmax(x: Expr) -> Expr | None:
 
 
 def _of_exponential(x: Expr) -> Expr | None:
-    """Returns sigmoid(z) for 1 / (1 + exp(-z)), softplus(z) for log(1 + exp(z)), or None."""
+    """Returns sigmoid(z) for 1 / (1 + exp(-z)), softplus(z) for log(1 + exp(z)), else None."""
     for e in (t for t in x.args[0].args if t.op == "exp" and not x.is_complex):
         if x is (1 + e) ** -1:
             return apply("sigmoid", -e.args[0])
@@ -158,7 +158,7 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), or returns None."""
+    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), else returns None."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 

@@ -274,7 +274,7 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 
 
 def _loss(eqn: Eqn, links: Links | None) -> str | None:
-    """Returns the kind of loss if an inexact input has a nondifferentiable link, otherwise None."""
+    """Returns the kind of lost gradient if a link of an inexact input is not differentiable."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
         loses = bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))

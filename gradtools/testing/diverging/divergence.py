@@ -100,7 +100,7 @@ def first_divergence(
         seed: The seed of the random cotangent.
 
     Returns:
-        A `Divergence`, which is true if nothing differs. Printing the report shows an explanation.
+        A `Divergence`, truthy if nothing differs. Printing the report shows an explanation.
 
     Raises:
         GradtoolsError: An argument is an array of one framework, the parameters of the two models

@@ -140,7 +140,7 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
 
 
 def library_call(lines: Lines) -> tuple[str, str] | None:
-    """Returns (name, kind of loss) if a library function such as `sample` disables gradients.
+    """Returns (name, kind of lost gradient) if a function such as `sample` disables gradients.
 
     lines: The frames of the running operation, innermost first.
     """

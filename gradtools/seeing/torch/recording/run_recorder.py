@@ -46,8 +46,8 @@ class RecordedNode:
         inner: Whether the operation ran in a backward pass that the recorded function started.
         written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
-        known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the
-            gradient, otherwise None.
+        known_loss: (name of the function to report, kind of lost gradient) if a PyTorch function
+            stops the gradient, otherwise None.
         of: For a backward node, the position of the differentiated forward node.
     """
 
@@ -234,7 +234,7 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns (links, kind of loss) for an update of x, or (None, None) if both are unknown."""
+        """Returns (links, kind of lost gradient) for an update of x, or (None, None) if unknown."""
         return None, None
 
     # --- links

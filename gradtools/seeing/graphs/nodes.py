@@ -113,7 +113,8 @@ class Node:
             computed from the bodies. If there are no bodies, links between inexact arrays are
             differentiable and other links are cut.
         loss: The kind of lost gradient, a key of `findings.KINDS`, if a link is not differentiable.
-        mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
+        mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint",
+            "inner derivative" (computed by the program), or empty.
         bodies: The bodies of a loop, branch or call; empty for other operations.
     """
 

@@ -110,7 +110,7 @@ def to_torch(
 
     Returns:
         A function of tensors. For a model, an `nn.Module`: its parameters are copies of the model's
-        floating arrays, by the model's names; its buffers are the model's state. `train()` and
+        floating arrays, with the model's names; its buffers are the model's state. `train()` and
         `eval()` select the model's mode if the model has two modes. In training the buffers are
         updated with the state, and a missing key is drawn from PyTorch's global generator.
 

@@ -208,7 +208,7 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        # Index 0 removes each broadcast axis; with `...`, a result without axes is an array.
+        # Index 0 removes each broadcast axis; `...` ensures that a result without axes is an array.
         arrays = [
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a
             for a, of in zip(arrays, shared, strict=True)
@@ -262,7 +262,7 @@ class Bridged(CustomRule):
             raise
 
     def _refuse_guest_arrays(self, *given: Any) -> None:
-        """Raises an error if an argument, which the host has refused, is an array of the guest."""
+        """Raises an error if an argument that the host rejected is an array of the guest."""
         guest, leaves = self.guest, list[Any]()
         with suppress(GradtoolsError):  # raised for an array of the host
             leaves = guest.backend.flatten(given)[0]

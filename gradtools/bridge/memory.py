@@ -28,7 +28,7 @@ _BFLOAT16 = "bfloat16"
 
 
 def refuse_wide(dtype: str, who: str) -> None:
-    """Raises an error for a 64-bit dtype that JAX would silently narrow."""
+    """Raises an error for a 64-bit dtype if x64 is off, because JAX would silently narrow it."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
             f"{who} has dtype {dtype}, which JAX does not support without x64. Enable x64: {X64}; "
@@ -47,7 +47,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         t = t.contiguous()
     try:
         return jnp.from_dlpack(t)
-    except jax.errors.JaxRuntimeError:  # strides are not a permutation of the axes
+    except jax.errors.JaxRuntimeError:  # not a permutation of a contiguous tensor
         return jnp.from_dlpack(t.contiguous())
 
 

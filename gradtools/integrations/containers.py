@@ -6,8 +6,8 @@ backend's `flatten` also flattens such containers: the arrays in a container bec
 tree, and the structure records how to rebuild the container. A container without arrays (such as a
 configuration) and a callable container remain leaves.
 
-All operators flatten their arguments with this module, which rejects arrays of the other framework.
-PyTorch and JAX treat foreign arrays as constants, so an edit or a derivative would have no effect.
+All operators flatten their arguments with this module, which rejects arrays of the other framework,
+because PyTorch and JAX treat foreign arrays as constants without derivatives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OpenedContainer:
         keys: The container's keys, or the names of its fields.
         treedef: The tree structure of the list of the container's parts.
         pattern: A copy of the container with None in place of each part, so that the structure
-            keeps no array alive.
+            references no array.
     """
 
     kind: type
@@ -187,7 +187,7 @@ _KINDS = _Kinds()
 
 
 def whole(cls: type[T]) -> type[T]:
-    """Makes instances of a class leaves, even if they contain arrays; used as a class decorator."""
+    """Class decorator: instances of the class are leaves, even if they contain arrays."""
     _KINDS[cls] = False
     return cls
 

@@ -120,7 +120,7 @@ def apply(
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
-    """Returns a dict from paths to variables; equal paths are numbered."""
+    """Returns a dict from paths to variables; repeated paths get a numeric suffix."""
     result: dict[str, Any] = {}
     for v in variables:
         path, n = v.path, 1

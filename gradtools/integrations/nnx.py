@@ -190,7 +190,7 @@ class Stateful:
         return nnx.state(modules, nnx.Not(nnx.Param))
 
     def _kept(self, state: Any, which: int) -> Any:
-        """Drops variables that a call added (intermediates), because a carry cannot grow."""
+        """Drops variables that a call added (intermediates); a carry must keep its structure."""
         flat = nnx.to_flat_state(state)
         return nnx.from_flat_state([(p, v) for p, v in flat if p in self._known[which]])
 

@@ -82,7 +82,7 @@ class DerivativeComparison:
         rounding = 20 * eps * dot(vs, [np.abs(y) + 1 for y in base])[1] / self.step
         noise = rounding + 10 * abs(differences[0] - differences[1])
         if not np.isfinite(self.slope):
-            # In low precision, an infinite derivative may come from overflow, so the test is
+            # In low precision, an infinite derivative may be caused by overflow, so the test is
             # inconclusive.
             gap = abs(self.difference) + 2 * rounding if eps < 1e-4 else 0.0
         else:

@@ -1,4 +1,4 @@
-"""`gradtools check`: compares a dozen small programs on the default device with NumPy."""
+"""`gradtools check`: compares the results of a dozen small programs with NumPy's results."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs all programs; returns 0 if all agree, 1 if one fails, and 2 without a framework."""
+    """Runs all programs; returns 0 if all agree, 1 if one fails, 2 if no framework is installed."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

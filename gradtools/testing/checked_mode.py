@@ -119,7 +119,7 @@ class CheckedProgram:
         at: A context manager that yields f's array arguments at a given point; f runs inside of
             this context.
         eps: The largest machine epsilon of the dtypes that f uses.
-        unseen: The number of operations in which f may stop gradients without being detected.
+        unseen: The number of operations of f in which a stopped gradient cannot be detected.
         notes: Notes for the report.
         hooks: A dictionary whose keys describe the gradient hooks that f registers.
         values: The values whose gradients f stops in a run; `recorded` contains the values of the
@@ -334,7 +334,7 @@ class _CheckedMembers:
     # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
-        """Checks the derivative of `run(*args, **kwargs)`, which the framework may compute."""
+        """Checks the derivative of `run(*args, **kwargs)`, in case the framework computes it."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         leaves, treedef = self.backend.flatten((args, kwargs))
@@ -399,7 +399,7 @@ def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rule_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a custom rule and, in a `checked` context, compares its derivatives."""
+    """Calls a custom rule and, in a `checked` context, compares the rule's derivatives."""
     if here.report is None or here.own:
         return run(self, *args, **kwargs)
     members = self._backend.checked
@@ -429,10 +429,10 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     Derivatives are compared with central differences of f's values, for a random tangent and a
     random cotangent. f runs several times; random generators and buffers are restored after each
     run. The check finds custom functions and hooks that drop a derivative, custom rules with a
-    wrong bwd, wrong derivative formulas of the framework, and data that leaves the framework (as by
-    `item()`), at any depth of nesting. If the framework itself computes the gradient, as in
-    ``loss.backward()``, only custom rules and calls of `chunked`, `frozen` and `checkpoint` are
-    compared.
+    wrong bwd, wrong derivative formulas of the framework, and data that leaves the framework (for
+    example through `item()`), at any depth of nesting. If the framework itself computes the
+    gradient, as in ``loss.backward()``, only custom rules and calls of `chunked`, `frozen` and
+    `checkpoint` are compared.
 
     Two kinds of intended differences are not reported: gradient edits of gradtools, and gradients
     that f itself stops with `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or
@@ -450,8 +450,8 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
         A `CheckedReport` with the numbers of compared and skipped derivatives, and notes.
 
     Raises:
-        DerivativeError: A derivative contradicts f's values. The error names the operator, the
-            argument, the source lines, both values and, if possible, the operation.
+        DerivativeError: A derivative is inconsistent with f's values. The error names the operator,
+            the argument, the source lines, both values and, if possible, the operation.
 
     Example:
         >>> from gradtools.testing import checked

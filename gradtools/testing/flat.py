@@ -119,9 +119,9 @@ class FlatFunction:
     def derivative(self, mode: str, xs: Arrays, *seeds: Arrays) -> Arrays:
         """Computes a derivative at xs in a mode, or in nested modes ("forward_over_reverse").
 
-        Let u be the tangent of a forward mode, v the cotangent of a reverse mode, and H the
-        Hessian of Re<v, f>. Forward mode returns J u, and reverse mode returns J^H v. Forward over
-        forward returns D^2 f[u, w], and the other nested modes return H u.
+        Let u and w be tangents of the leaves, v a cotangent of the outputs, and H the Hessian of
+        Re<v, f>. Forward mode returns J u, and reverse mode returns J^H v. Forward over forward
+        returns D^2 f[u, w], and the other nested modes return H u.
 
         seeds: The tangents or cotangents of each mode, from the inner to the outer mode.
         """
@@ -242,8 +242,9 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    Differences count as rounding error if they are at most `bound` and if the results change by as
-    much when the last digits of the arguments change. Otherwise, the results disagree.
+    Differences count as rounding error if they are at most `bound` and at most 1000 times the
+    change of the results when the last digits of the arguments change. Otherwise, the results
+    disagree.
 
     Args:
         off: The absolute differences.
@@ -270,7 +271,7 @@ def described(f: Any) -> str:
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Returns Re<us, ws> in double precision, without entries where us is 0 and ws may be NaN."""
+    """Returns Re<us, ws> in double precision; entries with us = 0 are skipped (ws may be NaN)."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
 

@@ -104,7 +104,7 @@ def _relations(
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
-    """Yields named functions that convert x to a shape: a reshape, a permutation, or both."""
+    """Yields named functions that reshape or permute x, or both, to obtain the given shape."""
     if x.shape == shape:
         yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
@@ -207,7 +207,7 @@ def relation(
 
 
 def equal(a: Any, b: Any, near: float) -> bool:
-    """Returns whether two arrays have equal shapes and agree to a relative error."""
+    """Returns whether two arrays have equal shapes and agree within the relative error `near`."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 
@@ -249,7 +249,7 @@ def expression_cause(
     Args:
         first: For each value that PyTorch's line computes, the expressions that equal the value.
         second: For each value that JAX's line computes, the expressions that equal the value.
-        direct: The letters of the operands of both lines.
+        direct: For each of the two lines, the letters of its direct operands.
         sizes: Axis lengths of the program's arrays by name, which may explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))

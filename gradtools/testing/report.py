@@ -153,7 +153,7 @@ def compare_arrays(
 def mismatch(
     quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
 ) -> Comparison:
-    """Returns a `Comparison` that differs, with a text instead of a value for each side."""
+    """Returns a `Comparison` with status "differs" and a text instead of each side's value."""
     return Comparison(
         quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
     )
@@ -196,7 +196,7 @@ def as_number(x: Any) -> Number:
 
 @dataclass
 class Report:
-    """The report of a check, which is true if everything agrees.
+    """The report of a check; `bool(report)` is True if everything agrees.
 
     Attributes:
         title: The title, such as "cross_check of f and g".
@@ -232,7 +232,7 @@ class Report:
 
     @property
     def disagreements(self) -> list[Comparison]:
-        """The comparisons that differ, except by a known convention."""
+        """The comparisons that differ and whose difference is not a known convention."""
         return [c for c in self.comparisons if not c.agrees]
 
     @property

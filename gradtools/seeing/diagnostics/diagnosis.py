@@ -154,7 +154,7 @@ def _is_stopped(lost: Sequence[Loss]) -> bool:
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Converts a leaf's losses to findings, one for each source line, kind and operation."""
+    """Converts lost gradients of a leaf to findings, one per source line, kind and operation."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -178,7 +178,7 @@ def _called(node: Node) -> str:
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Removes findings that repeat leaf, kind, operation and source line of an earlier finding."""
+    """Removes findings with the leaf, kind, operation and source line of an earlier finding."""
     kept: dict[Any, Finding] = {}
     for finding in findings:
         place = finding.source or finding.scope

@@ -77,7 +77,7 @@ KINDS: dict[str, FindingKind] = {
         "use the argument that f receives, not a captured array in its place, and return the "
         "framework's own array, not a NumPy or Python number",
     ),
-    # kinds of losses that occur only at the given values
+    # kinds of lost gradients that occur only at the given values
     "zero": FindingKind(
         "the operation receives a gradient and returns only zeros at these values",
         "check the operands: a factor of zero, a negative input of a relu, a clipped or saturated "

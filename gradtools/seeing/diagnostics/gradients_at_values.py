@@ -152,7 +152,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """Returns the last step on which all cotangents that `step` reads depend, or `step`."""
+        """Returns the last step on which all cotangents read by `step` depend, or `step` itself."""
         onward = lambda step: [*self._cotangents.intersection(step.inputs)]
         behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()

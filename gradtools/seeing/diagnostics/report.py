@@ -15,7 +15,7 @@ from gradtools.seeing.graphs.nodes import grouped, shared_length
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The result of `why_zero`, which is false if no gradient is lost.
+    """The result of `why_zero`; `bool(report)` is False if no gradient is lost.
 
     Attributes:
         findings: The lost gradients, with one finding for each leaf and cause.

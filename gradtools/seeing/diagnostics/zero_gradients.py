@@ -34,8 +34,8 @@ class SeeingOperators(Operators):
         or infinite at these values; a scalar summand of the loss that depends on the arguments only
         through operations without a derivative (``.item()``, a comparison, an argmax); a gradient
         edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding contains a
-        source line, the kind of loss and a suggested fix. A summand whose whole gradient is stopped
-        by `detach`, `stop_gradient` or `no_grad` is reported as a note. A `detach` or
+        source line, the kind of lost gradient and a suggested fix. A summand whose whole gradient
+        is stopped by `detach`, `stop_gradient` or `no_grad` is reported as a note. A `detach` or
         `stop_gradient` on one part of an array that is otherwise differentiated (as in
         straight-through estimators, targets, masks and normalizing constants) is not reported. f
         may run several times; its changes to random streams, buffers and modules are undone.
@@ -62,7 +62,7 @@ class SeeingOperators(Operators):
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, which is false if no gradient is lost. ``.findings`` contains one
+            A `GradientReport`, which is falsy if no gradient is lost. ``.findings`` contains one
             finding per leaf and cause, with the attributes ``argument``, ``kind``, ``source``
             (``.file``, ``.line``, ``.function``) and ``fix``. ``str()`` formats the report as text,
             and ``.to_json()`` formats the report as JSON.

@@ -97,7 +97,7 @@ def product(
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # a sum over an axis that no factor has multiplies by its length
+        coefficient *= size[name]  # sums over an axis that no factor has
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, [size[n] for n in out])
@@ -119,7 +119,7 @@ def product(
 def _flattened(
     coefficient: Any, entries: list[Entry], out: Labels, size: dict[Any, int]
 ) -> tuple[Any, list[Entry]]:
-    """Returns the coefficient and the factors; flattens products where this is easier to read."""
+    """Returns the coefficient and the factors; flattens nested products for readability."""
     flat: list[Entry] = []
     axes = [set(names) for _, names in entries if names]
     sums = any(not names <= set(out) for names in axes)
@@ -230,7 +230,7 @@ def swap(x: Expr) -> Expr:
 
 
 def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """Sums x over axes."""
+    """Sums x over the given axes, by default over all axes."""
     axes = set(range(x.rank) if axes is None else axes)
     left = [a for a in range(x.rank) if a not in axes]
     result = product([(x, range(x.rank))], left)
@@ -238,7 +238,7 @@ def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Exp
 
 
 def mean(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """Averages x over axes."""
+    """Averages x over the given axes, by default over all axes."""
     axes = tuple(range(x.rank) if axes is None else axes)
     return scale(1.0 / prod(x.shape[a] for a in axes), total(x, axes, keep))
 
@@ -371,7 +371,7 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
-    """Applies an elementwise operation with NumPy broadcasting, before the broadcast if possible.
+    """Applies an elementwise operation; broadcasts shared by all arguments are applied afterwards.
 
     kind: The kind of the result. By default, the kind is the promoted kind of the arguments, and at
         least "real".

@@ -110,7 +110,7 @@ def widest(*kinds: str) -> str:
 
 
 def kind_of(dtype: Any) -> str:
-    """Returns the kind of a dtype or a dtype's name."""
+    """Returns the kind of a dtype, which may be given by name."""
     name = str(dtype)
     if name.startswith(("float", "bfloat")):
         return REAL

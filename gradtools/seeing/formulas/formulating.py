@@ -54,8 +54,8 @@ class Formulating(Operators):
             order 1    x, ȳ     ->  x̄ = Jᴴ ȳ
             order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
 
-        The formula is evaluated at random points near the arguments and compared with the
-        framework's derivatives; if they differ, an error is raised. Captured arrays and parameters
+        The formula is compared with the framework's derivatives at the arguments and at random
+        points near them; if the results differ, an error is raised. Captured arrays and parameters
         have the same values at all points. The formula describes one run of f, with the branches
         that Python's ``if`` took. Operations without a symbolic form, such as convolutions, linear
         algebra and loops, are written by name, and their adjoints are written as vjps.
@@ -186,7 +186,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at `point` with a formula that agrees."""
+        """Returns whether f runs a different program at `point`, whose formula agrees there."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
-    """Registers an operation whose NumPy function takes the arguments and the attributes."""
+    """Registers an operation whose NumPy function is called with arguments and attributes."""
     operation(name, lambda y, *xs: evaluate(*xs, **dict(y.attributes)), pullback, **more)
 
 

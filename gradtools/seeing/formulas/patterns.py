@@ -3,7 +3,7 @@
 `named` replaces an expression that matches a composition in the left column by the expression in
 the right column::
 
-    log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
+    log sum exp(x - c)                      logsumexp(x) - c       if c is constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
     1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None without a match."""
+    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None if absent."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -114,7 +114,7 @@ def _softmax(x: Expr) -> Expr | None:
 
 
 def _of_exponential(x: Expr) -> Expr | None:
-    """Returns sigmoid(z) for 1 / (1 + exp(-z)), softplus(z) for log(1 + exp(z)), or None."""
+    """Returns sigmoid(z) for 1 / (1 + exp(-z)), softplus(z) for log(1 + exp(z)), else None."""
     for e in (t for t in x.args[0].args if t.op == "exp" and not x.is_complex):
         if x is (1 + e) ** -1:
             return apply("sigmoid", -e.args[0])
@@ -140,7 +140,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 
 def _standardize(x: Expr) -> Expr | None:
-    """Replaces (z - mean z) * (var z + eps)**-1/2 in a product; returns None without a match."""
+    """Replaces (z - mean z) * (var z + eps)**-1/2 in a product; returns None if absent."""
     _, entries, _ = parts(x)
     for f, names in entries:
         terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []
@@ -158,7 +158,7 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), or returns None."""
+    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), else returns None."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 

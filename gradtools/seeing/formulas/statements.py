@@ -115,7 +115,7 @@ class Statements:
         return result
 
     def _base(self, x: Expr) -> str:
-        """Returns a base name for x, which depends on the operation, such as e for exp."""
+        """Returns a base name for x that depends on the operation, such as e for exp."""
         if x.op in ("add", "einsum"):
             forward = any(a in self._forward for a in (x, *(x.args if is_wrapper(x) else ())))
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"

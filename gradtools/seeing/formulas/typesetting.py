@@ -134,7 +134,7 @@ _DECIMAL = (5, 10, 20, 100, 1000)  # denominators of numbers that are written as
 
 
 def halves(value: float) -> tuple[float, float]:
-    """Returns the numerator and denominator of a value such as 2/5 or 1/√8, or (value, 1)."""
+    """Returns the numerator and denominator of a short fraction or 1/√n, else (value, 1)."""
     near, square = Fraction(value).limit_denominator(10**6), round(value**-2)
     if 0 < abs(near.numerator) < 10 and math.isclose(near, value, rel_tol=1e-14):
         return float(near.numerator), float(near.denominator)

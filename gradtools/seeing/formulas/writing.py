@@ -230,7 +230,7 @@ class _Factors:
         self.reference = list(dict.fromkeys(l for names in order for l in names))
 
     def _is_mean(self, x: Expr, named: Collection[Expr]) -> bool:
-        """Returns whether x is an unnamed sum of n terms, and the coefficient is 1/n or -1/n."""
+        """Returns whether x is an unnamed sum of n terms with the coefficient 1/n or -1/n."""
         if x in named or not contracts(x) or len(x.args) != 1:
             return False
         (inner,), (labels,) = x.args, x["labels"]

@@ -59,7 +59,7 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """Yields (value, dependence, kind of loss or None) for each input of a node."""
+    """Yields (value, dependence, kind of lost gradient or None) for each input of a node."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
         yield value, strength, (node.loss or "no derivative") if is_lost else None

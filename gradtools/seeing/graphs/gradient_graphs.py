@@ -92,14 +92,14 @@ class Graphing(Operators):
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
         Each operation has a pass (``node.phase``), a source line of f, the names of its modules,
-        and a ``node.mark``, which is "custom rule", "edited gradient", "chunked", "frozen" or
-        "checkpoint" inside of these operators, and otherwise empty. ``edge.saved`` is True if a
-        later pass reads the value, and ``edge.bytes`` is the size of the value. If a derivative is
-        lost on an edge, ``edge.cut`` is the reason, as in `why_zero`.
+        and a ``node.mark``: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint" or
+        "inner derivative" inside of such an operator, and otherwise empty. ``edge.saved`` is True
+        if a later pass reads the value, and ``edge.bytes`` is the size of the value. If a
+        derivative is lost on an edge, ``edge.cut`` is the reason, as in `why_zero`.
 
-        In PyTorch, f runs and is differentiated once, and its side effects are undone; the graph
-        consists of aten operations, and all intermediates stay in memory until the graph is built.
-        In JAX, f is traced.
+        In PyTorch, f runs once, and its side effects are undone; the graph consists of aten
+        operations, and all intermediates stay in memory until the graph is built. In JAX, f is
+        traced.
 
         Args:
             f: A function from pytrees of arrays to pytrees of arrays, or a module.

@@ -2,9 +2,10 @@
 
 If a value depends on a leaf, either the value is *differentiable* in the leaf, or only its data
 depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
-differentiable value and affects the output only through values that are not differentiable::
+differentiable value and affects the output only through values that are not differentiable (D means
+differentiable)::
 
-    lost(op)   if  full(input), not full(output), output ~> end through values that are not full
+    lost(op)   if  D(input), not D(output), output -> ... -> end through values v with not D(v)
 
 No gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
 differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing

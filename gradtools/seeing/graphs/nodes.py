@@ -108,12 +108,13 @@ class Node:
         attributes: Static parameters of the operation, such as axes or a permutation.
         source: The innermost line of the user's own code that ran the operation.
         scope: The modules in which the operation ran, outermost first.
-        phase: 0 forward, 1 backward, 2 backward of the backward.
+        phase: The pass: 0 is forward, 1 is backward, and 2 is the backward of the backward.
         links: ``links[k][i]`` is the dependence of output k on input i. If None, the links are
             computed from the bodies. If there are no bodies, links between inexact arrays are
             differentiable and other links are cut.
-        loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
-        mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
+        loss: The kind of lost gradient, a key of `findings.KINDS`, if a link is not differentiable.
+        mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint",
+            "inner derivative" (computed by the program), or empty.
         bodies: The bodies of a loop, branch or call; empty for other operations.
     """
 
@@ -162,7 +163,7 @@ class Edge:
         saved: Whether the value is a residual, which a later pass reads. `Graph.kept` lists
             residuals that use additional memory.
         strength: The strongest dependence of the reader's outputs on the value.
-        cut: The kind of loss, as in `why_zero`; None if no derivative is lost.
+        cut: The kind of lost gradient, as in `why_zero`; None if no derivative is lost.
     """
 
     source: int | None

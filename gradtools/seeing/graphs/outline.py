@@ -34,7 +34,7 @@ class Operand:
         number: The index of the value, a key of `Outline.values`.
         text: The text of a constant number; empty for values.
         strength: The dependence of the operation's outputs on the operand.
-        cut: The kind of loss, or None if no derivative is lost.
+        cut: The kind of lost gradient, or None if no derivative is lost.
     """
 
     makers: Makers
@@ -83,7 +83,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """Returns the kind of loss at this operation, or an empty string."""
+        """Returns the kind of lost gradient at this operation, or an empty string."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -199,7 +199,7 @@ class Arrow:
         values: The indices of the values, keys of `Outline.values`.
         saved: Whether the values are residuals, which a later pass reads.
         strength: The strongest dependence among the values.
-        cut: The kind of loss, or None if no derivative is lost.
+        cut: The kind of lost gradient, or None if no derivative is lost.
     """
 
     source: int

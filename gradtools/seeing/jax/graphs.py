@@ -64,7 +64,7 @@ def graph_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """The source line, modules and pass that contain a jaxpr.
+    """The source line, modules and pass of a jaxpr.
 
     Attributes:
         site: The user's line that called a function of JAX; None inside of the user's functions.
@@ -274,7 +274,7 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 
 
 def _loss(eqn: Eqn, links: Links | None) -> str | None:
-    """Returns the kind of loss if an inexact input has a nondifferentiable link, otherwise None."""
+    """Returns the kind of lost gradient if a link of an inexact input is not differentiable."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
         loses = bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))

@@ -1,7 +1,7 @@
 """Translates a JAX equation to a framework-neutral name, operands and attributes.
 
 Attributes are the parameters that differ from their defaults. Neutral names are defined in
-`seeing/formulas/words.py`; other primitives have their JAX name. Layouts, devices and shardings are
+`seeing/formulas/words.py`; other primitives use their JAX names. Layouts, devices and shardings are
 omitted.
 """
 

@@ -11,7 +11,7 @@ belong to the forward pass, even if only a later pass reads the result: for sin,
 and JAX computes and saves cos x in the forward pass.
 
 For `seeing/diagnostics/gradients_at_values.py`, both passes are evaluated at given values, equation
-by equation. Calls, branches and short loops are inlined, so operations inside of their bodies are
+by equation. Calls, branches and short scans are inlined, so operations inside of their bodies are
 examined.
 """
 
@@ -369,7 +369,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # a derived jaxpr may differ
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # derived jaxprs may differ
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

@@ -2,7 +2,8 @@
 
 A loss function that captures a model is traced once. The arrays of the model are constants of the
 jaxpr, which are identified by id and replaced by variables. An optax optimizer is called with
-gradients of ones; an array with zero update counts as unchanged if other updates are nonzero.
+gradients equal to one; an array whose update is zero counts as unchanged if other updates are
+nonzero.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """Finds the arrays that an optimizer step with gradients of ones changes.
+    """Finds the arrays that an optimizer step changes if all gradients are equal to one.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`.
     """
@@ -120,7 +121,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # ids; raw: where the update is the gradient
+    moved, raw = set[int](), set[int]()  # ids; raw: the update equals the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))

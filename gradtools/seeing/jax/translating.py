@@ -95,7 +95,7 @@ class _Translator:
         return self.inputs[-1]
 
     def captured(self, x: Any, name: str = "") -> Entry:
-        """Returns a placeholder for an inexact or named captured array; returns other arrays."""
+        """Returns a placeholder for an inexact or named array; returns other arrays unchanged."""
         if _is_key(x) or x.dtype == np.uint32:
             return x
         if not (name or jnp.issubdtype(x.dtype, jnp.inexact)):

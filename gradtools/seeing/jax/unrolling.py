@@ -25,9 +25,9 @@ class Unrolling(Generic[V, P, J]):
     """Evaluates a jaxpr equation by equation; subclasses record the operations.
 
     Attributes:
-        longest: The maximum number of equations of an unrolled loop. A longer scan is evaluated as
-            one operation. In a longer while loop, the remaining iterations are evaluated as one
-            operation.
+        longest: The maximum number of equations to evaluate in an unrolled loop, over all
+            iterations. A longer scan is evaluated as one operation. In a longer while loop, the
+            remaining iterations are evaluated as one operation.
     """
 
     longest = 2000

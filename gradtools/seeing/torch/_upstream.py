@@ -66,7 +66,7 @@ def described(node: Any) -> Sequence[Any]:
 
 
 def decompositions() -> Any:
-    """Returns PyTorch's operator decompositions; imported lazily, because the import is slow."""
+    """Lazily imports and returns PyTorch's operator decompositions, whose import is slow."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

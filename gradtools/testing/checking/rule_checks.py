@@ -127,7 +127,7 @@ class RuleCheck(DerivativeCheck):
         arrays = list(filter(waist.is_array, leaves))
         self.avals = [(tuple(x.shape), x.dtype, waist.is_inexact(x)) for x in arrays]
 
-    # --- the functions of the rule, called in the same way as by the rule
+    # --- calls of the rule's functions
 
     def _moved(self, factor: float) -> tuple[Any, ...]:
         """Returns the arguments, with each differentiated array multiplied by `factor`."""
@@ -169,7 +169,7 @@ class RuleCheck(DerivativeCheck):
             result = self.functions.jvp(xs, tangents)
         return self.functions.pair(result, "jvp", "(out, tangent_out)")
 
-    # --- the parts
+    # --- the checks of fwd, bwd and jvp
 
     def parts(self) -> None:
         """Checks fwd, bwd and jvp at first order."""

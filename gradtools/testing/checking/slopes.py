@@ -58,7 +58,8 @@ def slope(f: Line, eps: float) -> Slope:
     previous: list[np.ndarray] = []
     smallest, inside = smallest_step(eps), 0
     with np.errstate(all="ignore"):
-        # If large terms of f cancel, second differences with steps of size eps exceed eps * |f|.
+        # Second differences with steps of size eps measure the rounding error of f, which exceeds
+        # eps * |f| if large terms cancel.
         x, h = smallest / 3, [eps, 2 * eps, 3 * eps]
         least = np.fmax.reduce(
             [0 * np.abs(at), *(np.abs(f(x + s) + f(x - s) - 2 * f(x)) for s in h)]
@@ -85,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size; smaller steps are used only near the border of f's domain."""
+    """Returns the smallest step size, unless a full extrapolation table needs smaller steps."""
     return 10 * eps**0.5

@@ -8,7 +8,7 @@ Each disagreement is explained by the first cause that applies:
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
 If a value is wrong, derivatives without a known cause are reported with the cause of the value. If
-finite differences contradict the derivative of one side, the detail of the comparison names this
+the derivative of one side differs from finite differences, the detail of the comparison names this
 side.
 """
 
@@ -113,7 +113,7 @@ class Causes:
         return cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
 
     def with_the_factor(self, c: Comparison) -> Comparison:
-        """Returns c, with the factor of another disagreement as its cause if the ratios agree."""
+        """Returns c, with another disagreement's factor as its cause if both have equal ratios."""
         for d in self.report.disagreements:
             is_factor = c.cause == UNKNOWN and (d.cause or "").startswith(FACTOR)
             if is_factor and c.ratio and d.ratio and abs(d.ratio / c.ratio - 1) < 1e3 * c.tolerance:
@@ -137,7 +137,7 @@ class Causes:
         """Returns the relation of the first operations that differ, with their source lines."""
         try:
             kind, blame = RecordedRuns(self.check).blame()
-        except Exception as error:  # such as a program that cannot be traced
+        except Exception as error:  # for example, a program cannot be traced
             self.report.notes.append(f"operations were not compared: {first_line(error)}")
             return None
         if blame is None:
@@ -203,7 +203,7 @@ class Causes:
         )
 
     def _wrong_side(self, c: Comparison, i: int) -> str | None:
-        """Returns the name of the side that contradicts finite differences, or None if unclear.
+        """Returns the name of the side that differs from finite differences, or None if unclear.
 
         The finite differences are computed from PyTorch's values or gradients, which agree with
         JAX's values or gradients.
@@ -247,7 +247,7 @@ class Causes:
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
                 return Relation(f"infinity in {mine}", why)
-        if equal(a, b, near):  # every relation close to the identity would match
+        if equal(a, b, near):  # any relation close to the identity matches
             return Relation(UNKNOWN)
         sizes = self.check.sizes()
         return related(a, b, self.names, c.order, near, sizes) or Relation(UNKNOWN)

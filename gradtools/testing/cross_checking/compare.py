@@ -77,7 +77,7 @@ def cross_check(
         raises: Whether a disagreement raises an error. If False, the report is returned.
 
     Returns:
-        A `Report`, which is true if everything agrees. ``print(report)`` prints a table.
+        A `Report`, which is truthy if everything agrees. ``print(report)`` prints a table.
 
     Raises:
         AgreementError: The programs disagree; the error's ``report`` contains values and likely

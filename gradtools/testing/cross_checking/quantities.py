@@ -229,7 +229,7 @@ class CrossCheck:
         return [self.cotangents[self.out_paths.index(p)] for p in inexact(self.outputs[k])]
 
     def _add(self, quantity: Quantity, report: Report) -> None:
-        """Compares a derivative, unless a side raises an error."""
+        """Compares a derivative; if a side raises an error, adds the error to the report."""
         results, raised = list[Leaves](), dict[str, Exception]()
         for k, side in enumerate(self.sides):
             try:
@@ -340,7 +340,7 @@ class CrossCheck:
         return [drawn, [d if size else d.astype(x.dtype) for d, x in theirs]]
 
     def nearby(self, purpose: Any, size: float) -> list[Arrays]:
-        """Returns the leaves of both sides after a move along a random direction."""
+        """Returns the leaves of both sides, moved along a random direction."""
         pairs = zip(self.leaves, self.directions(purpose, size), strict=True)
         return [
             [np.asarray(widened(x) + d).astype(x.dtype) for x, d in zip(xs, ds, strict=True)]

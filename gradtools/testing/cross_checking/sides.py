@@ -1,7 +1,7 @@
 """`Side`: a program in one framework, with values and derivatives as NumPy arrays.
 
 A `Side` wraps a function, a module or the triple of `make_functional`, so the code of `cross_check`
-does not depend on the framework. Both sides take the same `Inputs`.
+does not depend on the framework. Both sides receive the same `Inputs`.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def normal(path: str) -> str:
 
 
 def tokens(path: str) -> Path:
-    """Returns the names and numbers of a leaf's path."""
+    """Splits a leaf's path into names and indices."""
     result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
     names = tuple(next(part for part in parts if part) for parts in result if any(parts))
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names

@@ -29,7 +29,7 @@ CALLER = "first_divergence"
 
 @dataclass
 class Divergence(Report):
-    """The report of `first_divergence`, which is true if nothing differs.
+    """The report of `first_divergence`; `bool(report)` is True if nothing differs.
 
     `comparisons` lists the compared outputs and the compared gradients of arguments and parameters.
 
@@ -100,7 +100,7 @@ def first_divergence(
         seed: The seed of the random cotangent.
 
     Returns:
-        A `Divergence`, which is true if nothing differs. Printing the report shows an explanation.
+        A `Divergence`, truthy if nothing differs. Printing the report shows an explanation.
 
     Raises:
         GradtoolsError: An argument is an array of one framework, the parameters of the two models

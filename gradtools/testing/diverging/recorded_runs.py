@@ -119,7 +119,7 @@ class RecordedRuns:
         return run
 
     def _compare_gradients(self) -> None:
-        """Compares the gradients at arguments and parameters."""
+        """Compares the gradients with respect to the arguments and parameters."""
         ours = self.torch.leaves.values()
         size = max((largest(s.gradient) for s in ours), default=0.0)
         self.noise = 1e-3 * max((s.accuracy for s in ours), default=0.0) * size
@@ -274,6 +274,6 @@ def _operands(s: Step) -> Steps:
 
 
 def common_operands(s: Step) -> Steps:
-    """Returns the last values before a step that occur in both runs."""
+    """Returns the nearest ancestors of a step whose values occur in both runs."""
     every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
     return [p for p in every if p.entries >= 0]

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Converts a PyTorch array to JAX by permuting, reversing and reshaping its axes.
+    """Converts a PyTorch array to JAX's layout by permuting, reversing and reshaping its axes.
 
     Attributes:
         name: A short name for messages, such as "linear".
@@ -57,7 +57,7 @@ class ParameterPair:
 
     `added` names a second parameter of PyTorch, of the same shape, whose rows `added_rows` are
     added to the first parameter: a recurrent layer has two biases in PyTorch and their sum in JAX.
-    The gradient of the sum is the gradient of both parameters.
+    The gradient with respect to the sum equals the gradient with respect to each parameter.
     """
 
     torch_name: str

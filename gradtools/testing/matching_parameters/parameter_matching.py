@@ -113,7 +113,7 @@ def match_parameters(
 def matched(
     caller: str, torch_params: Any, jax_params: Any, overrides: Any, partial: bool
 ) -> ParameterMapping:
-    """Implements `match_parameters` for the operator `caller`, which error messages name."""
+    """Implements `match_parameters`; `caller` is the name of the operator in error messages."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     search = _Matching(read_torch(torch_params), read_jax(jax_params), transposed)
@@ -130,7 +130,7 @@ class _Matching:
     Attributes:
         torch: PyTorch's unpaired arrays by name.
         jax: JAX's unpaired arrays by path.
-        renamed: Maps names of PyTorch modules to their names in the overrides.
+        renamed: Maps names of PyTorch modules to the JAX names that the overrides give them.
     """
 
     def __init__(

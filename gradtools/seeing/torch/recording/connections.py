@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # an autograd node and an output index
 
-# Maps part of the text of a PyTorch error about a lost gradient to the kind of loss.
+# Maps part of the text of a PyTorch error to the kind of lost gradient.
 # `tests/torch/lost_gradients.py` raises each error, so tests fail if PyTorch changes a text.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
@@ -288,7 +288,7 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
-        A changed result of the function is included only if no earlier value differs.
+        A changed tensor that the function returns is included only if no earlier value differs.
         """
         both = zip(self.entries, other.entries, strict=False)
         alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ
@@ -368,7 +368,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph((*joins, *nodes), values, *ends, tuple(self.captured))
 
 
-# Maps functions whose result has no grad_fn to the kind of loss.
+# Maps functions whose result has no grad_fn to the kind of lost gradient.
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"

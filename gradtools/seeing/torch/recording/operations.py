@@ -1,7 +1,7 @@
 """Neutral names of aten operations, and the reasons for missing derivatives.
 
 Variants such as `add` and `add_` have the same neutral name. `seeing/formulas/words.py` defines the
-neutral names; other operations have their PyTorch name. Autograd nodes also have neutral names,
+neutral names; other operations use their PyTorch names. Autograd nodes also have neutral names,
 because a call such as cross_entropy creates several nodes.
 """
 
@@ -140,7 +140,7 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
 
 
 def library_call(lines: Lines) -> tuple[str, str] | None:
-    """Returns (name, kind of loss) if a library function such as `sample` disables gradients.
+    """Returns (name, kind of lost gradient) if a function such as `sample` disables gradients.
 
     lines: The frames of the running operation, innermost first.
     """

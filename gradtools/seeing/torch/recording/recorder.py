@@ -9,9 +9,9 @@
 
 `why_zero` uses the functions level to find stopped gradients and conversions to NumPy.
 `gradient_graph` (`passes.py`) uses the operations level, which includes backward operations.
-`formula` (`translating.py`) uses the level at which a call is more readable. This module implements
-the common parts: the values of tensors, in-place writes, and the source line and modules of the
-running operation.
+`formula` (`translating.py`) records some functions, such as products, at the functions level and
+other calls at the operations level. This module implements the common parts: the values of tensors,
+in-place writes, and the source line and modules of the running operation.
 """
 
 from __future__ import annotations

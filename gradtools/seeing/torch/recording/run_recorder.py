@@ -46,8 +46,8 @@ class RecordedNode:
         inner: Whether the operation ran in a backward pass that the recorded function started.
         written: The number of leading inputs that the node modifies in place.
         rounds: Whether the operation rounds its result to an integer.
-        known_loss: (name of the function to report, kind of loss) if a PyTorch function stops the
-            gradient, otherwise None.
+        known_loss: (name of the function to report, kind of lost gradient) if a PyTorch function
+            stops the gradient, otherwise None.
         of: For a backward node, the position of the differentiated forward node.
     """
 
@@ -234,13 +234,13 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns (links, kind of loss) for an update of x, or (None, None) if both are unknown."""
+        """Returns (links, kind of lost gradient) for an update of x, or (None, None) if unknown."""
         return None, None
 
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns the node with its links; links are weak if the operation has no derivative.
+        """Returns the node with its links; a link without a derivative is cut or zero_derivative.
 
         Nodes inside of a custom rule are unchanged, because the rule replaces their derivative.
         """

@@ -129,7 +129,7 @@ class Arrays(ABC):
 
     def as_leaf(self, x: Any) -> Any:
         """Converts x to an array if x is a float, complex number or NumPy array; else returns x."""
-        return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
+        return self.asarray(x) if isinstance(x, (float, complex)) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
         return self.asarray(x).astype(like if isinstance(like, str) else like.dtype)

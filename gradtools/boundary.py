@@ -65,10 +65,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
     lines = [doc.format(own_name), own_doc if isinstance(own_doc, str) else ""]
     text = "\n\n".join(filter(None, lines))
     known = {"__name__": name, "__qualname__": name, "__wrapped__": f, "__doc__": text}
-    try:
-        call.__dict__.update(known)
-    except AttributeError:  # dynamo's representation of a partial has no attributes
-        return call
+    call.__dict__.update(known)
     if type(call) is partial:
         # JAX's errors report the location of the innermost function of partials and wrappers.
         def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
     """Converts a bound of `clip_gradient` to an argument of `clip_rule`."""
     if bound is None:
         return None
-    is_number = isinstance(bound, int | float)
+    is_number = isinstance(bound, (int, float))
     if not is_number:
         backend.check_array(bound, name)
         if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():

@@ -290,7 +290,7 @@ class CustomRule:
     def _note(self, error: Exception) -> None:
         """Adds a note to an error of a forward rule that uses its argument tuples like arrays."""
         code = getattr(self.jvp, "__code__", None)
-        tuples = isinstance(error, TypeError | AttributeError) and "tuple" in str(error)
+        tuples = isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error)
         if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):
             statics = "".join(f"{name}, " for name in self._binding.statics)
             error.add_note(
@@ -425,7 +425,7 @@ class CustomRule:
 
 def _functions_in(statics: Sequence[Any]) -> list[Any]:
     """Returns the static arguments that may contain arrays."""
-    return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
+    return [x for x in statics if not isinstance(x, (bool, int, float, complex, str, type))]
 
 
 def _static_key(x: Any) -> Any:
@@ -443,7 +443,7 @@ def _is_hashable(x: Any) -> bool:
 
 def _static_names(given: Any) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, tuple | list | set | frozenset) or not all(
+    if not isinstance(names, (tuple, list, set, frozenset)) or not all(
         isinstance(name, str) for name in names
     ):
         raise GradtoolsError(

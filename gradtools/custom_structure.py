@@ -151,7 +151,7 @@ class Specialization:
     def tangents(self, dxs: Sequence[Any]) -> Any:
         """Builds the tree of tangents that is passed to the forward rule."""
         instantiated = "tangent" not in self.of.symbolic_zeros
-        has_zero = lambda x: instantiated and isinstance(x, float | complex)
+        has_zero = lambda x: instantiated and isinstance(x, (float, complex))
         full = [o if o is ARRAY else 0.0 if has_zero(o) else None for o in self.others]
         return self.backend.unflatten(self.treedef, refilled(full, dxs))
 
@@ -210,7 +210,7 @@ class Specialization:
 
         Raises an error if a cotangent does not have the shape and dtype in `like`.
         """
-        if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
+        if not isinstance(cotangents, (tuple, list)) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]
             raise self.contract.refusal(
@@ -233,7 +233,7 @@ class Specialization:
 
     def pair(self, result: Any, who: str, what: str) -> Any:
         """Returns the result; raises an error if it is not a pair."""
-        if not isinstance(result, tuple | list) or len(result) != 2:
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise self.contract.refusal(
                 f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
             )
@@ -253,7 +253,7 @@ class Specialization:
         for read in (lambda: treedef.flatten_up_to(tree), with_zeros):
             with suppress(ValueError, TypeError):
                 leaves = list(read())
-                if any(isinstance(x, tuple | list | dict) for x in leaves):
+                if any(isinstance(x, (tuple, list, dict)) for x in leaves):
                     break
                 return leaves
         came = in_words(backend.flatten(tree)[1])

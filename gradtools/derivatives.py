@@ -233,7 +233,9 @@ class Derivatives(Operators):
         Source: Goodfellow et al., Generative adversarial nets, 2014, for the objectives; Ganin and
         Lempitsky, Unsupervised domain adaptation by backpropagation, 2015, for the single pass.
         """
-        down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
+        down, up = (
+            tuple(a) if isinstance(a, (tuple, list)) else (a,) for a in (minimize, maximize)
+        )
         spec = GradientSpec(
             "minimax_value_and_grad", f, (*down, *up), has_aux, minimizing=len(down)
         )
@@ -543,7 +545,7 @@ class Derivatives(Operators):
             name = _PLAYERS
             fixed = "pass the value in an argument that is in neither minimize nor maximize"
         positions = normalized_argnums(operator, argnums, len(args), name)
-        several = type(argnums) is not int and isinstance(argnums, tuple | list)
+        several = type(argnums) is not int and isinstance(argnums, (tuple, list))
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)
         call.returns_output = operator != "grad"
         if spec.opened is not None:
@@ -578,7 +580,7 @@ def derivative_function(
         check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
-    several = isinstance(argnums, tuple | list)
+    several = isinstance(argnums, (tuple, list))
     named = f"arguments {', '.join(map(str, argnums))}" if several else f"argument {argnums}"
     doc = f"{WHAT[operator]} with respect to {named}."
     return like_function(f"{operator}(", f, call, ")", doc)

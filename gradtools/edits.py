@@ -154,7 +154,7 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
-        if sign < 0 and isinstance(scale, float | int | np.number) and scale < 0:
+        if sign < 0 and isinstance(scale, (float, int, np.number)) and scale < 0:
             raise GradtoolsError(
                 f"{name}: scale is {scale}; it must not be negative. For a factor of either sign "
                 "use scale_gradient."
@@ -441,7 +441,7 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
     """Raises an error if x is an opaque object, because arrays in the object are not edited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
-    if not isinstance(x, str | int | float | complex):
+    if not isinstance(x, (str, int, float, complex)):
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, which contains no array; expected an array "
             f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
@@ -497,7 +497,7 @@ class _StraightThrough:
         self.__wrapped__ = f
         of = "the identity" if surrogate is None else self._through
         doc = f"Computes the value of {self._name}, with the derivative of {of}."
-        self.__doc__ = "\n\n".join(filter(None, [doc, getattr(f, "__doc__", None)]))
+        self.__doc__ = "\n\n".join([text for text in (doc, getattr(f, "__doc__", None)) if text])
 
     def __repr__(self) -> str:
         return f"<straight_through {self._name}, derivative of {self._through}>"

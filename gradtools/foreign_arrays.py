@@ -26,7 +26,7 @@ def foreign_class(framework: str) -> Any:
 def is_foreign(framework: str, x: Any) -> bool:
     """Returns whether x is an array of the other framework."""
     # A literal of a jaxpr is a number that is registered as a jax.Array.
-    return isinstance(x, foreign_class(framework)) and not isinstance(x, int | float | complex)
+    return isinstance(x, foreign_class(framework)) and not isinstance(x, (int, float, complex))
 
 
 def refuse_foreign(framework: str, x: Any, path: str = "") -> None:

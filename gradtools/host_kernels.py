@@ -182,7 +182,7 @@ def remember(cache: dict[Any, T], key: Any, value: T) -> T:
 
 def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
     """Returns a key that distinguishes equal values such as 1, 1.0 and True, or 0.0 and -0.0."""
-    return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
+    return tuple([(type(v), repr(v) if isinstance(v, (float, complex)) else "") for v in values])
 
 
 _MOST_CALLS = 256
@@ -361,7 +361,7 @@ class KernelCall:
                 ys = wanted.flatten_up_to(tree)  # dict keys may have another order
             except (ValueError, TypeError):
                 ys = [None]
-            if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
+            if any(y is None or isinstance(y, (tuple, list, dict)) for y in ys):
                 if tree is None:
                     raise self.error(
                         "the kernel returned None; expected the structure of out, "
@@ -406,7 +406,7 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape, declared: bool) -> str:
     shape = (*batch, *spec.shape)
     behind = f", with the leading batch axes {batch} (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
-    if isinstance(y, np.ndarray | np.generic):
+    if isinstance(y, (np.ndarray, np.generic)):
         if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
         own, fix = f"out=ArraySpec({y.shape}, {y.dtype.name!r})", ""
@@ -447,6 +447,6 @@ def _described(y: Any) -> str:
     for base in type(y).__mro__:
         if framework := _FRAMEWORKS.get(base.__module__.partition(".")[0]):
             return f"a {framework}"
-    if isinstance(y, bool | int | float | complex):
+    if isinstance(y, (bool, int, float, complex)):
         return f"the Python {type(y).__name__} {y!r}"
     return with_article(type(y).__name__)

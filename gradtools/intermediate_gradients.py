@@ -138,7 +138,7 @@ class RetainedGradients(Operators):
         self, f: Any, argnums: Argnums, has_aux: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         backend, name = self._backend, "retained_gradients"
-        several = isinstance(argnums, tuple | list)
+        several = isinstance(argnums, (tuple, list))
         none = several and not len(argnums)  # type: ignore[arg-type]
         positions = () if none else normalized_argnums(name, argnums, len(args))
         call = MarkedCall(backend, name, f, args, kwargs, positions, has_aux)

@@ -123,7 +123,7 @@ class Jacobians(Operators):
                 ]
         call.refuse_changes()
         trees = [call.to_trees(row) for row in rows]
-        if not isinstance(argnums, tuple | list):
+        if not isinstance(argnums, (tuple, list)):
             trees = [tree[0] for tree in trees]
         again = (f, argnums, mode, chunk_size, None, *args)
         attach = call.attaching(self._jacobian_at, *again, **kwargs)
@@ -232,7 +232,7 @@ class Jacobians(Operators):
         row_blocks = blocks(self._backend, gradient, call.leaves, chosen.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in row_blocks]
-        if isinstance(argnums, tuple | list):
+        if isinstance(argnums, (tuple, list)):
             hessian = call.to_trees(rows)
         else:
             hessian = call.to_trees([row[0] for row in rows])[0]

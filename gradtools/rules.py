@@ -277,7 +277,7 @@ def _references(x: Any, attributes: bool) -> list[Any]:
         return [y for name in names if (y := getattr(x, name)) is not None]
     if isinstance(x, dict):
         return list(x.values())
-    if isinstance(x, list | tuple | set | frozenset):
+    if isinstance(x, (list, tuple, set, frozenset)):
         return list(x)
     found: list[Any] = []
     if isinstance(x, FunctionType):

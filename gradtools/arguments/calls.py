@@ -360,7 +360,7 @@ def call_of_primals(
 
 def _is_integer(x: Any) -> bool:
     """Returns whether x is a Python or NumPy integer or bool, or a NumPy array of these types."""
-    return isinstance(x, int | np.integer | np.bool_) or (
+    return isinstance(x, (int, np.integer, np.bool_)) or (
         isinstance(x, np.ndarray) and x.dtype.kind in "biu"
     )
 
@@ -371,4 +371,4 @@ def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):
         return None
-    return None if any(isinstance(x, tuple | list | dict) for x in leaves) else leaves
+    return None if any(isinstance(x, (tuple, list, dict)) for x in leaves) else leaves

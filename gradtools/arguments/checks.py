@@ -22,7 +22,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
     """
     if callable(f):
         return
-    plain = isinstance(f, str | int | float | complex | None)
+    plain = isinstance(f, (str, int, float, complex, None))
     came = repr(f) if plain else with_article(type(f).__name__)
     call = f": {caller}({name})(x)" if curried else ""
     hint = f" Pass the function, not its result{call}." if hasattr(f, "dtype") else ""
@@ -40,7 +40,7 @@ def same_length(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns primals and tangents as tuples; raises an error if their lengths differ."""
     for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, tuple | list):
+        if not isinstance(given, (tuple, list)):
             raise GradtoolsError(
                 f"{caller}: {name} must be a tuple with one entry for each argument of f, got "
                 f"{with_article(type(given).__name__)}. For one argument write (x,)."
@@ -56,7 +56,7 @@ def same_length(
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
     """Converts a count to an integer; raises an error if it is below `least` or not an integer."""
     try:
-        number = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
+        number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
@@ -85,7 +85,7 @@ def as_float(caller: str, name: str, value: Any) -> float:
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
     """Converts the argument `order` to an integer; raises an error if it is not in `known`."""
-    whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
+    whole = hasattr(order, "__index__") and not isinstance(order, (bool, np.bool_))
     if not whole or operator.index(order) not in known:
         raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
     return operator.index(order)
@@ -100,7 +100,7 @@ def normalized_argnums(
     """
     if type(argnums) is int and argnums == 0 and count:
         return (0,)
-    given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
+    given = tuple(argnums) if isinstance(argnums, (tuple, list)) else (argnums,)
     positions = []
     for i in given:
         i = _as_position(caller, i, name)
@@ -126,7 +126,7 @@ def normalized_argnums(
 
 def _as_position(caller: str, i: Any, name: str) -> int:
     # Dynamo makes integers symbolic; hasattr does not work on symbolic integers.
-    if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
+    if not isinstance(i, (bool, type)) and (isinstance(i, int) or hasattr(i, "__index__")):
         try:
             return operator.index(i)
         except TypeError:  # raised by an array that is not an integer
@@ -139,7 +139,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
 
 def refuse_arguments(caller: str, argnums: Any) -> None:
     """Raises an error if argnums contains arrays, as in `grad(f, x)` instead of `grad(f)(x)`."""
-    for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
+    for i in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
         if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
                 f"{caller}: got an array of shape {tuple(i.shape)} in argnums; expected positions. "
@@ -182,10 +182,10 @@ def differentiable_leaf(
     elsewhere: The advice at the end of an error message.
     """
     came, fix = "", "Cast the value"
-    if isinstance(leaf, bool | int):
+    if isinstance(leaf, (bool, int)):
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
-        if isinstance(leaf, float | complex) or hasattr(leaf, "__array__"):
+        if isinstance(leaf, (float, complex)) or hasattr(leaf, "__array__"):
             leaf = as_array(backend, caller, leaf, name)
         elif (error := refusal(caller, name, leaf)) is not None:
             raise error
@@ -224,7 +224,7 @@ def matching(
             f"{caller}: {name} is the complex number {x}, but {like_name} is real "
             f"({backend.dtype_name(like)}). Pass a real number."
         )
-    if isinstance(x, bool | int | float | complex):
+    if isinstance(x, (bool, int, float, complex)):
         x = backend.cast(x, like)
     elif not backend.is_array(x):
         name, like_name = names()

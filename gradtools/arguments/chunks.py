@@ -46,7 +46,7 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
     """Converts verify to a boolean, or to None if it is "first"; otherwise raises an error."""
     if verify is None or (isinstance(verify, str) and verify == "first"):
         return None
-    if isinstance(verify, bool | np.bool_):
+    if isinstance(verify, (bool, np.bool_)):
         return bool(verify)
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "

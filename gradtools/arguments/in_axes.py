@@ -59,7 +59,7 @@ def arguments_of_call(
     count = len(args)
     if isinstance(in_axes, int):
         return [a._replace(axes=in_axes) for a in arguments[:count]] + arguments[count:]
-    if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
+    if not isinstance(in_axes, (tuple, list)) or len(in_axes) != count:
         raise GradtoolsError(
             f"{caller}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
             "positional arguments, an integer, or a dictionary from f's parameters to axes."

@@ -14,7 +14,7 @@ def describe(backend: Backend, x: Any) -> str:
     """Returns a short description of x for messages."""
     if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
-    if isinstance(x, tuple | list | dict):
+    if isinstance(x, (tuple, list, dict)):
         return f"a {type(x).__name__} of {len(x)}"
     return "a function" if isinstance(x, partial) else with_article(type(x).__name__)
 
@@ -35,9 +35,9 @@ def in_words(treedef: Any) -> str:
 
 def is_numeric(backend: Backend, x: Any) -> bool:
     """Returns whether x is a framework array, a number, or a NumPy array of numbers."""
-    if backend.is_array(x) or isinstance(x, bool | int | float | complex):
+    if backend.is_array(x) or isinstance(x, (bool, int, float, complex)):
         return True
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
+    return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
 
 
 def type_in_words(x: Any) -> str:

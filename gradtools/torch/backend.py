@@ -107,7 +107,7 @@ class TorchBackend(FrameworkBackend):
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 are subclasses of float and complex, and are weakly typed
         # too.
-        is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
+        is_number = isinstance(x, (float, complex)) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -116,7 +116,7 @@ class TorchBackend(FrameworkBackend):
             return x.to(dtype)
         if isinstance(like, str):
             return torch.as_tensor(x).to(dtype)
-        if isinstance(x, bool | int | float | complex):
+        if isinstance(x, (bool, int, float, complex)):
             return torch.full((), x, dtype=dtype, device=like.device)
         return torch.as_tensor(x, device=like.device).to(dtype)
 
@@ -126,7 +126,7 @@ class TorchBackend(FrameworkBackend):
             return x.to(dtype)
         # The scalar is created on the CPU, because a scalar on the CPU can be combined with tensors
         # on any device.
-        make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
+        make = partial(torch.full, ()) if isinstance(x, (float, int)) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 
     def clip(self, x: Array, bound: Any) -> Array:

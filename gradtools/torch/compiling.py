@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gradtools.backend import Compiler
-from gradtools.boundary import trimmed
+from gradtools.boundary import like_function, trimmed
 from gradtools.foreign_arrays import refuse_foreign
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import unwrapped
@@ -81,12 +81,17 @@ def left_to_python(module: str) -> None:
     _with_dynamo(lambda: upstream.skip_module(module))
 
 
-# Dynamo of PyTorch 2.14 does not trace reads of a traceback's frames.
 @_with_dynamo
 def _substitute() -> None:
+    """Makes dynamo trace nothing of `trimmed` and `like_function`, which only change metadata."""
+
     @torch.compiler.substitute_in_graph(trimmed)
     def unchanged(error: Exception) -> Exception:
         return error
+
+    @torch.compiler.substitute_in_graph(like_function)
+    def unnamed(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
+        return call
 
 
 @skipped_by_dynamo

@@ -205,7 +205,7 @@ class OneTangent(PlainAttention):
 def _requires_grad(x: Any) -> bool:
     if isinstance(x, Tensor):
         return x.requires_grad
-    return isinstance(x, list | tuple | dict) and any(y.requires_grad for y in tensors_in(x))
+    return isinstance(x, (list, tuple, dict)) and any(y.requires_grad for y in tensors_in(x))
 
 
 # --- tangents of linear operations if one operand has a tangent; otherwise None ------------------

@@ -73,7 +73,7 @@ def with_batch_in_front(xs: Sequence[Tensor], dims: Sequence[Any], size: int) ->
 def tensors_in(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, list | tuple):
+    elif isinstance(x, (list, tuple)):
         for item in x:
             yield from tensors_in(item)
     elif isinstance(x, dict):

@@ -46,7 +46,7 @@ class explained:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError | AssertionError) and not is_compiling():
+        if isinstance(error, (RuntimeError, AssertionError)) and not is_compiling():
             explain(self.caller, error, mapped=True)
 
 

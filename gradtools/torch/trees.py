@@ -200,7 +200,7 @@ def _is_nameless(x: Any) -> bool:
 def _paths_in(container: Any) -> list[str]:
     """Returns the leaf paths in a container that was registered without key paths."""
     parts, context = pytree.SUPPORTED_NODES[type(container)].flatten_fn(container)
-    named = isinstance(context, list | tuple) and len(context) == len(parts)
+    named = isinstance(context, (list, tuple)) and len(context) == len(parts)
     keys = context if named else range(len(parts))
     return [f"[{k!r}]{below}" for k, x in zip(keys, parts, strict=True) for below in _leaf_paths(x)]
 
@@ -249,14 +249,14 @@ def static_treedef(treedef: TreeDef) -> Any:
 
 def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
     """Builds the tree of a TreeDef or a static structure from the given leaves."""
-    if isinstance(structure, TreeDef | OpenedTree):
+    if isinstance(structure, (TreeDef, OpenedTree)):
         return unflatten(structure, leaves)
     return _unflattened_static(structure, list(leaves))
 
 
 def treedef_of_static(structure: Any) -> Any:
     """Returns the TreeDef of a structure that `flatten_static` returned."""
-    if isinstance(structure, TreeDef | OpenedTree):
+    if isinstance(structure, (TreeDef, OpenedTree)):
         return structure
     return flatten(_unflattened_static(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
 

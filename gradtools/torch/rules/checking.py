@@ -177,13 +177,13 @@ class Closures:
     def _search(self) -> None:
         from gradtools.custom_rules import CustomRule
 
-        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
+        is_kept = lambda x: isinstance(x, (CellType, Tensor, dict, list, set))
         leaves = Tensor, CustomRule
         objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
         self.empty = not objects
         self._tensors = [x for x in objects if isinstance(x, Tensor)]
         self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
-        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
+        self._may_change = any(isinstance(x, (dict, list, set)) for x in objects)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Returns whether a tensor x for which `wanted(x)` is True is captured."""

@@ -1,4 +1,4 @@
-"""JAX functions that lose gradients, with the kind and line of the loss, and healthy functions."""
+"""JAX functions that lose gradients, with kinds and lines of the causes, and healthy functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 
 
-# --- causes in the line of the loss itself ----------------------------------------------------
+# --- functions of one line --------------------------------------------------------------------
 
 ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     "detached": {

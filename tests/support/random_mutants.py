@@ -168,7 +168,7 @@ def drawn(files: list[Path], count: int, seed: int) -> list[RandomMutant]:
 
 @lru_cache
 def tests_of(name: str) -> tuple[str, ...]:
-    """Return the test files for a file of the package from mutants.toml and by module name."""
+    """Return test files for a module: from mutants.toml, by the module's name and by its folder."""
     listed = [test for mutant in mutants.read() if mutant.file == name for test in mutant.tests]
     module = "gradtools." + name.removesuffix(".py").replace("/", ".")
     words = re.compile(rf"\b{re.escape(module)}\b|\b{re.escape(Path(name).stem)}\b")

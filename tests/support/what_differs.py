@@ -1,8 +1,8 @@
 """The table of docs/what-differs.md: derivatives at kinks and ties, measured in both frameworks.
 
-`python -m tests.support.what_differs` rewrites the table, and a test compares it. The derivative at
-a kink is a convention. Each row shows the first and second pullback of ones by
-`torch.autograd.grad` or `jax.vjp` in float64.
+`python -m tests.support.what_differs` rewrites the table, and a test checks that the table is
+current. The derivative at a kink is a convention. Each row shows the first and second pullback of
+ones by `torch.autograd.grad` or `jax.vjp` in float64.
 """
 
 from __future__ import annotations

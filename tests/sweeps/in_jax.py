@@ -86,7 +86,7 @@ class Point:
         return tuple(range(len(self.xs)))
 
     def inner(self, outs: Sequence[Any]) -> Any:
-        """Re<c, y>."""
+        """Return Re<c, y>."""
         return sum(jnp.sum(jnp.real(jnp.conj(c) * y)) for c, y in zip(self.cs, outs, strict=True))
 
     def loss(self, outs: Sequence[Any]) -> Any:

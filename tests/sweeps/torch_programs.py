@@ -103,7 +103,7 @@ def _table(name: str) -> Any:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Restore that the flags of backends can be set, which PyTorch's test utilities disable."""
+    """Keep the backend flags writable although PyTorch's test utilities make them read-only."""
     import torch
 
     flags: Any = torch.backends.flags_frozen  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """Return f, its primals, whether f is random, and whether its values are moderate, or None."""
+    """Return (f, primals, is random, is moderate), or None if there is no differentiable tensor."""
     import torch
 
     from gradtools.torch import _upstream as upstream

@@ -1,4 +1,4 @@
-"""why_zero names each operation on one line that loses the gradient, and no mask."""
+"""why_zero names each operation on a line that loses the gradient, but not the mask."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Plain rules run in every transform, and every rule runs in the plain transforms. One in three of
 these cells is a quick test, or one in four if the transform is slow to compile. One in sixteen of
-the other cells also runs; the rest are a sweep (`pytest -m sweep`).
+the other cells also runs; all remaining cells run only in the sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations

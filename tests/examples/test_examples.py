@@ -54,7 +54,7 @@ def sections(printed: str) -> dict[str, str]:
 @pytest.mark.quick_at("u09_complex_affine")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_keeps_its_claims(name, asked, run):
-    """Run the example for both backends, as a user does, which also compares their numbers."""
+    """Run the example for both backends, as a user does; the example compares their numbers."""
     printed = run(name, asked)
     parts = sections(printed)
     expected = ["torch", "jax"] if asked == "both" else [asked]

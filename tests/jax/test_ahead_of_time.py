@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
 
 `make tpu` and `make cuda` install the compilers and run these tests, which compile the programs of
-benchmarks/ahead_of_time.py and every use of every public name.
+benchmarks/ahead_of_time.py and of every_operator.py.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def single(request) -> Target:
 
 # --- costs -----------------------------------------------------------------------------------
 
-# Operators that need more than handwritten code: the norm avoids overflow, x + stop_gradient(g(x) -
-# x) has an additional subtraction, a chunk stores its index, and chunks are weighted, in float32
-# for bfloat16.
+# Operators whose costs differ from handwritten code: clip_gradient avoids overflow in the norm,
+# straight_through has one fewer subtraction, chunked stores the index of each chunk, and
+# microbatched_value_and_grad weights chunks and adds bfloat16 gradients in float32.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_and_grad")
 
 
@@ -129,7 +129,7 @@ def test_devices_gather_features_and_reduce_parameters_once(kind, board, single)
         assert found.temporaries < 10 * features + 2**22
 
 
-# --- every use of every public name ----------------------------------------------------------
+# --- the programs of every_operator.py -------------------------------------------------------
 
 
 @pytest.mark.parametrize("use", JITTED, ids=str)

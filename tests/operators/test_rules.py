@@ -1,6 +1,6 @@
 """Internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
 
-The support matrix tests the numbers of rules in every transform and at every order.
+The support matrix tests the derivatives of rules in every transform and at every order.
 """
 
 from __future__ import annotations

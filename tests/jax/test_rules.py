@@ -1,4 +1,4 @@
-"""Custom rules in JAX: other platforms, export, sharding, residuals and JAX's own checks."""
+"""Custom rules in JAX: shard_map, named axes, residuals, closed-over arrays and transposition."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def edit(request, gt):
 
 
 def _words(size, mantissa):
-    """Return bits of quiet and signaling NaN, -0, 0, inf, -inf, least denormal, 1 and maximum."""
+    """Return the bits of two NaNs, -0, 0, inf, -inf, the least denormal, 1 and the maximum."""
     sign, inf = 1 << 8 * size - 1, (1 << 8 * size - 1) - (1 << mantissa)
     one = (inf >> 1) & ~((1 << mantissa) - 1)
     quiet = inf | 1 << mantissa - 1 | 5

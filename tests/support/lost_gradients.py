@@ -228,7 +228,7 @@ class Planted:
     strangers: bool = False
 
     def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
-        """Assert the report of why_zero; `still` returns leaves that training does not change."""
+        """Check the report of why_zero; `still` returns leaves that training does not change."""
         loop = self.make()
         report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
         assert kinds_by_leaf(report) == self.found

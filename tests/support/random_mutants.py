@@ -112,7 +112,7 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
     """Yield syntax nodes that must not be changed, such as annotations, docstrings and imports.
 
-    `strict=True` of zip is skipped as well, because a correct program behaves the same without it.
+    `strict=True` of zip is also skipped, because a correct program behaves the same without it.
     """
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield from ast.walk(node.annotation)

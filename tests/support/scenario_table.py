@@ -27,7 +27,7 @@ class Scenario:
         function: A function ``f(gt, *args)`` of the namespace of a backend and its arrays.
         args: NumPy arrays or pytrees of NumPy arrays.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
-        dtype: The floating dtype of the arguments.
+        dtype: The floating-point dtype of the arguments.
         order: The highest order of derivatives, from 0 to 2, that both frameworks define at the
             arguments.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",

@@ -80,7 +80,7 @@ def _faults(found):
 
 
 def _collected(outcomes):
-    """Return an outcome for each name, which is an error if any outcome of the name is an error."""
+    """Return one outcome for each name: an error if any outcome of the name is an error."""
     found = {}
     for name, said in outcomes:
         if said != "agrees" or name not in found:

@@ -3,7 +3,7 @@
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
 one of its calls. The user must get the fault as an error, and the process state, the arguments and
 their `.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return
-the earlier result, so no cache is corrupted.
+the earlier result, which shows that no cache is corrupted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every operator supports arrays with NaN, infinite or large entries, and views of arrays.
+"""Every operator supports NaN, infinite and large entries, and raises errors for empty batches.
 
-Values: one entry is NaN, infinite, very large or very small, and all other entries of the result
-must be bitwise unchanged. Layouts: a view must have the same result as its copy, and the memory
-behind the view must not change. Unsupported cases must raise the errors listed here.
+If one entry is NaN, infinite, very large or very small, all other entries of the result must be
+bitwise unchanged. Operators that do not split a batch must return an array of the same shape for an
+empty or zero-dimensional array.
 """
 
 from __future__ import annotations

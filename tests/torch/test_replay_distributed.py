@@ -37,7 +37,7 @@ def encoder(*more: nn.Module) -> nn.Sequential:
 
 
 class Towers(nn.Module):
-    """A module that encodes two batches by one encoder and returns their loss."""
+    """A module that encodes two batches with one encoder and returns their loss."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()

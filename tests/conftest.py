@@ -173,7 +173,7 @@ _SOMETHING_IS_FROZEN = functools.wraps(gc.get_freeze_count)(lambda: 1)
 
 @pytest.fixture
 def gt(backend_name: str):
-    """The namespace of one backend; a test that uses it runs once per backend."""
+    """Return the namespace of one backend; a test with this fixture runs once per backend."""
     return importlib.import_module(f"gradtools.{backend_name}")
 
 
@@ -232,13 +232,13 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """The device on which tests create arrays in both frameworks: ``--gradtools-device``."""
+    """Return ``--gradtools-device``, the device on which tests create arrays in both frameworks."""
     return str(request.config.getoption("--gradtools-device"))
 
 
 @pytest.fixture(scope="session")
 def torch_device(device: str) -> str:
-    """PyTorch's name of the device, for tests that create arrays on explicit devices."""
+    """Return PyTorch's name of the device, for tests that create arrays on explicit devices."""
     return "cpu" if device == "auto" else device.replace("gpu", "cuda")
 
 

@@ -109,7 +109,7 @@ def test_the_mask_of_masked_fill_does_not_hide_the_cause():
 
 
 def causes(gt, f):
-    """Return the kinds and operations of the findings, all of which lose the whole gradient."""
+    """Return the kind and operation of each finding; each must lose the whole gradient."""
     report = gt.why_zero(f, gt.asarray(X))
     assert all(finding.whole for finding in report)
     return [(finding.kind, finding.operation) for finding in report]

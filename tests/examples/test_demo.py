@@ -32,7 +32,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def side(backend):
-    """A `FrameworkRun` with the initial weights, whose context is active during the test."""
+    """Yield a `FrameworkRun` whose context is active during the tests of the module."""
     made = demo.FrameworkRun(backend)
     with made.working():
         yield made

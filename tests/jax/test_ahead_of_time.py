@@ -26,14 +26,14 @@ TARGETS = [
 
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
-    """A compiler target and the dtype of arrays."""
+    """Return a `Target`: an accelerator platform and the dtype of arrays."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 
 
 @pytest.fixture(params=[p for p in TARGETS if p.values[0].dtype == jnp.float32])
 def single(request) -> Target:
-    """A compiler target for float32."""
+    """Return a `Target` with float32 arrays."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 

@@ -144,7 +144,7 @@ def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
 
 
 def normalised(w, x, state):
-    """A batch norm whose output also depends on a running mean and a count in the state."""
+    """Apply a batch norm whose output also depends on a running mean and a count in the state."""
     y = x @ w
     mean = y.mean(0)
     out = jnp.sin(y - mean) * (1 + 0.1 * state["seen"]) + jnp.tanh(state["mean"])

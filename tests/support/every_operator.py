@@ -301,7 +301,7 @@ USES = (
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)
-    ),  # in PyTorch compilation takes seconds: see tests/torch/test_faults.py
+    ),  # in PyTorch, compilation takes seconds
     Use("reverse_gradient", lambda w: _through(w, w.gt.reverse_gradient), rows=True),
     Use("scale_gradient", lambda w: _through(w, lambda x: w.gt.scale_gradient(x, 3.0)), rows=True),
     Use(

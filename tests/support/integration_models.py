@@ -56,5 +56,5 @@ def agree(found, expected, **tolerance):
 
 
 def quiet():
-    """Context manager that suppresses the warnings of other packages."""
+    """Return a context manager that suppresses all warnings."""
     return warnings.catch_warnings(action="ignore")

@@ -1,8 +1,8 @@
 """The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
 
 Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
-a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of
-f), so that linear operators have nonzero second derivatives:
+a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the largest
+absolute value of f, but at least 1), so that linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad

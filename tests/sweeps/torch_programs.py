@@ -26,10 +26,10 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-# number of input and output entries; larger samples are used only if there is no smaller sample
+# number of input entries; larger samples are used only if there is no smaller sample
 _FEW = 600
 _MANY = 20_000
-_LARGE = 1e3  # Larger numbers leave too few digits for finite differences.
+_LARGE = 1e3  # Samples with larger inputs or gradients are selected last.
 _LOOKED_AT = 24  # Maximum number of samples of one operator.
 _SEED = 20
 

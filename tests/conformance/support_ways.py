@@ -46,7 +46,7 @@ class Way:
 
 
 def elementwise(*derivatives: Callable[[Any], Any]) -> Derivatives:
-    """Return the derivatives of y_i = f(x_i), whose diagonals are f, f', f'' and f'''."""
+    """Return a function that computes the derivatives of y_i = f(x_i) from f, f', f'' and f'''."""
 
     def at(x: np.ndarray) -> list[np.ndarray]:
         n = len(x)

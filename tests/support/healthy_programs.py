@@ -112,7 +112,7 @@ def vq_vae_by_straight_through(gt, p):
 
 
 def vq_vae_with_ema(gt, p):
-    """Return the loss of a VQ-VAE whose codebook is an exponential moving average."""
+    """Return the loss of a VQ-VAE with a moving-average codebook, and smoothed code counts."""
     x, codes, stop = rows(gt, 6, 5), rows(gt, 7, 3, seed=4), gt.stop_gradient
     z = x @ p["encoder"]
     q = nearest(gt, codes, z)

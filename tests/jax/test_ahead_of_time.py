@@ -99,7 +99,7 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        # one graph of G, and the gradients of all uses with their cotangents
+        # one graph of G, and the gradients of all calls of G with their cotangents
         one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries

@@ -14,7 +14,7 @@ from tests.support.gallery import Picture
 
 @jax.custom_vjp
 def sinh(x: Any) -> Any:
-    """Return sinh(x) with a custom rule that saves an intermediate value."""
+    """Return the hyperbolic sine with a custom rule that saves an intermediate value."""
     return (jnp.exp(x) - jnp.exp(-x)) / 2
 
 

@@ -39,7 +39,7 @@ def test_a_forward_jacobian_is_pushed_along(gt):
 
 @pytest.mark.slow_at("jax")
 def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
-    """A second derivative would edit two summands of a cotangent separately and must raise."""
+    """A second derivative raises an error, because it would edit two summands separately."""
     x, y = array(gt, 3), array(gt, 3) + 1
     for edit in (
         lambda x: gt.clip_gradient(x, max_norm=0.45),

@@ -336,7 +336,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """Return (f, primals, is random, is moderate), or None if there is no differentiable tensor."""
+    """Return (f, primals, is_random, is_moderate), or None if there is no differentiable tensor."""
     import torch
 
     from gradtools.torch import _upstream as upstream

@@ -1,1 +1,1 @@
-"""Tests in the folders of the package; helpers that several tests share are in support/."""
+"""Tests of gradtools; helpers that several tests share are in support/."""

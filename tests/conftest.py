@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark test cases as slow or as a sweep, as the marks of their test functions specify."""
+    """Mark test cases as slow or sweep, as the marks of their test functions specify."""
     tiers.mark_tiers(items)
 
 
@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torchvision_anywhere.install()
         keep_process_groups()
         torch.set_num_threads(1)
-    # from here on, arrays that modules make at collection are placed on the device, too
+    # arrays that test modules create at collection are also placed on the device
     inside = ExitStack()
     for backend in wanted:
         inside.enter_context(placed(backend, config.getoption("--gradtools-device")))
@@ -157,7 +157,7 @@ def what_stays_is_not_collected_again() -> None:
 
     A test that counts or collects objects then processes only newer objects. Compiled code is
     dropped, because dynamo compiles a code object at most eight times. `gc.get_freeze_count` is
-    replaced, because it takes half a second and `measure` only needs to know that it is nonzero.
+    replaced, because counting all frozen objects takes half a second.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
@@ -173,7 +173,7 @@ _SOMETHING_IS_FROZEN = functools.wraps(gc.get_freeze_count)(lambda: 1)
 
 @pytest.fixture
 def gt(backend_name: str):
-    """The namespace of one backend; a test that uses it runs once per backend."""
+    """Return the namespace of one backend; a test with this fixture runs once per backend."""
     return importlib.import_module(f"gradtools.{backend_name}")
 
 
@@ -232,13 +232,13 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """The device on which tests create arrays in both frameworks: ``--gradtools-device``."""
+    """Return ``--gradtools-device``, the device on which tests create arrays in both frameworks."""
     return str(request.config.getoption("--gradtools-device"))
 
 
 @pytest.fixture(scope="session")
 def torch_device(device: str) -> str:
-    """PyTorch's name of the device, for tests that create arrays on explicit devices."""
+    """Return PyTorch's name of the device, for tests that create arrays on explicit devices."""
     return "cpu" if device == "auto" else device.replace("gpu", "cuda")
 
 

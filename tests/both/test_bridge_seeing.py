@@ -1,4 +1,4 @@
-"""Formulas, graphs and costs show each bridged function as one operation with its own name."""
+"""Formulas, graphs and why_zero show each bridged function as one operation with its own name."""
 
 import jax
 import jax.numpy as jnp

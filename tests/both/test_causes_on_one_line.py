@@ -1,4 +1,4 @@
-"""why_zero names each operation on one line that loses the gradient, and no mask."""
+"""why_zero names each operation on a line that loses the gradient, but not the mask."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_mask_of_masked_fill_does_not_hide_the_cause():
 
 
 def causes(gt, f):
-    """Return the kinds and operations of the findings, all of which lose the whole gradient."""
+    """Return the kind and operation of each finding; each must lose the whole gradient."""
     report = gt.why_zero(f, gt.asarray(X))
     assert all(finding.whole for finding in report)
     return [(finding.kind, finding.operation) for finding in report]

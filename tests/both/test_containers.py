@@ -38,7 +38,7 @@ class Encoding(collections.UserDict):
 
 
 class Own(dict):
-    """A dict subclass with an attribute besides its items."""
+    """A dict subclass with an attribute in addition to its items."""
 
     def __init__(self, data, label):
         super().__init__(data)

@@ -1,4 +1,4 @@
-"""docs/gallery.md matches the output of its programs, and its statements about JAX are true."""
+"""docs/gallery.md and its pictures match the output of tests/support/gallery.py."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def gated(gt, params, x):
 
 
 def closed(gt, params, x):
-    """The gradients of both factors are zero, because the gate is zero and x @ w is zero."""
+    """Return a loss whose gradients are both zero, because the gate and x @ w are zero."""
     return gt.xp.sum((params["gate"] * (x @ params["w"])) ** 2)
 
 

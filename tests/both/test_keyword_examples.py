@@ -106,12 +106,12 @@ CHECKS = {
 
 @pytest.fixture(params=list(CHECKS))
 def check(request):
-    """The function that checks an operator, and the name of the operator."""
+    """Return the function that checks an operator, and the name of the operator."""
     return CHECKS[request.param], request.param
 
 
 def default(operator, axes):
-    """Return `axes`, or by default in_axes that share w if the operator maps all arguments."""
+    """Return `axes`. If `axes` is None, share w for operators that map all arguments by default."""
     return {"w": None} if axes is None and operator in ("chunked", "vmap") else axes
 
 

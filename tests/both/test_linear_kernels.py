@@ -19,7 +19,7 @@ C = M + 1j * np.random.default_rng(1).normal(size=(3, 5))
 
 
 def product(gt, matrix, vectorized=False):
-    """Return a SciPy LinearOperator as a host function, and the same product in the framework."""
+    """Return a matrix product as a host function, and the same product in the framework."""
     op = scipy.sparse.linalg.aslinearoperator(matrix)
     dtype = str(matrix.dtype)
     spec = lambda n: gt.ArraySpec((n,), dtype)
@@ -50,7 +50,7 @@ def spectrum(gt):
 
 
 def pair(gt):
-    """Return the linear map (x, y) -> (M x + M y, x - y) with two arguments and two outputs."""
+    """Return the map (x, y) -> (M x + M y, x - y) as a host function and in the framework."""
     out = lambda x, y: {"a": gt.ArraySpec((3,), "float64"), "b": x}
     host = gt.host_function(
         lambda x, y: {"a": M @ (x + y), "b": x - y},

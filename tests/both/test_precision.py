@@ -60,7 +60,7 @@ def test_inside_no_library_loses_bits_and_the_settings_are_as_before(state):
 
 @pytest.mark.parametrize("operator", ["chunked", "frozen", "checkpoint"])
 def test_an_operator_that_evaluates_again_reads_any_setting(state, operator):
-    """PyTorch raises an error when it reads an old setting that contradicts the new ones."""
+    """PyTorch raises an error if an old setting that contradicts the new settings is read."""
     import gradtools.torch as gt
 
     f = gt.chunked(torch.sin, 2) if operator == "chunked" else getattr(gt, operator)(torch.sin)

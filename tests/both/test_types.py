@@ -1,6 +1,7 @@
 """mypy and pyright accept README, the tour, the examples and typed_programs.py.
 
-In the examples only lines that call gradtools count, because the types of other libraries vary.
+In the examples, errors are ignored on lines without a call of gradtools, because the types of other
+libraries vary.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def shown(error):
 
 @pytest.mark.sweep_at("jax")
 def test_the_traceback_of_a_bad_call_has_no_frame_of_gradtools_and_fits_a_screen(gt, backend_name):
-    """The test calls every public function in the table of bad calls."""
+    """The test runs every call in the table of bad calls."""
     calls = {k: v for k, v in BAD.items() if ONLY.get(k, backend_name) == backend_name}
     for name, call in calls.items():
         with pytest.raises(Exception) as caught:

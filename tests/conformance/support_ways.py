@@ -46,7 +46,7 @@ class Way:
 
 
 def elementwise(*derivatives: Callable[[Any], Any]) -> Derivatives:
-    """Return the derivatives of y_i = f(x_i), whose diagonals are f, f', f'' and f'''."""
+    """Return a function that computes the derivatives of y_i = f(x_i) from f, f', f'' and f'''."""
 
     def at(x: np.ndarray) -> list[np.ndarray]:
         n = len(x)
@@ -266,7 +266,7 @@ NON_HOLOMORPHIC = of_complex([(_A, _B)] * 2 + [(np.conj(_A), np.conj(_B))], 2)
 
 
 def holomorphic_vjp(gt: Any) -> Any:
-    """z^3 with the rule of a holomorphic function: J multiplies by 3 z^2."""
+    """Return z^3 with the rule of a holomorphic function: J multiplies by 3 z^2."""
     f = gt.custom_rule(lambda z: gt.stop_gradient(z) ** 3)
     f.defvjp(lambda z: (z**3, z), lambda z, c: (gt.xp.conj(3 * z**2) * c,))
     return f
@@ -279,7 +279,7 @@ def holomorphic_jvp(gt: Any) -> Any:
 
 
 def non_holomorphic_vjp(gt: Any) -> Any:
-    """z^2 conj(z): dy = 2 |z|^2 dz + z^2 conj(dz), and J^H c = 2 |z|^2 c + z^2 conj(c)."""
+    """Return z^2 conj(z): dy = 2 |z|^2 dz + z^2 conj(dz), and J^H c = 2 |z|^2 c + z^2 conj(c)."""
     conj = gt.xp.conj
     f = gt.custom_rule(lambda z: gt.stop_gradient(z * z * conj(z)))
     f.defvjp(
@@ -439,7 +439,7 @@ def host_cube_framework_rule(gt: Any) -> Any:
 
 
 def kernel_inside_a_custom_rule(gt: Any) -> Any:
-    """A custom_rule around a host kernel without a rule."""
+    """Return a custom_rule around a host kernel without a rule."""
     kernel = gt.host_function(_cubed)
     f = gt.custom_rule(lambda x: kernel(x))
     f.defvjp(lambda x: (kernel(x), x), lambda x, c: (3 * x**2 * c,))

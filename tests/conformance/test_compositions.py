@@ -39,7 +39,7 @@ def test_a_forward_jacobian_is_pushed_along(gt):
 
 @pytest.mark.slow_at("jax")
 def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
-    """A second derivative would edit two summands of a cotangent separately, not their sum."""
+    """A second derivative raises an error, because it would edit two summands separately."""
     x, y = array(gt, 3), array(gt, 3) + 1
     for edit in (
         lambda x: gt.clip_gradient(x, max_norm=0.45),
@@ -97,7 +97,7 @@ def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(g
 
 
 def test_a_frozen_host_function_has_a_second_derivative(gt):
-    """The jvp of a frozen host function is a transposed vjp, which used to run saved hooks."""
+    """The jvp of a frozen host function is computed by transposing its vjp."""
     sin = gt.host_function(np.sin)
     sin.defvjp(lambda x: (sin(x), x), lambda x, c: (gt.xp.cos(x) * c,))
     x = array(gt, 3)
@@ -109,7 +109,7 @@ def test_a_frozen_host_function_has_a_second_derivative(gt):
 
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
 def test_a_second_derivative_inside_a_checkpoint_is_right(gt, mode):
-    """torch.utils.checkpoint recomputes f during its differentiation and loses the tangent."""
+    """torch.utils.checkpoint recomputes f while f is differentiated, and loses the tangent."""
     x = array(gt, 3)
     power = lambda x: gt.xp.sum((x * x) * (x * x))
     found = gt.checkpoint(lambda x: gt.hvp(power, (x,), (x,), mode)[1][0])(x)

@@ -1,8 +1,9 @@
 """The cells of the support matrix of custom rules, including the cells that raise errors.
 
 Plain rules run in every transform, and every rule runs in the plain transforms. One in three of
-these cells is a quick test, or one in four if the transform is slow to compile. One in sixteen of
-the other cells also runs; the rest are a sweep (`pytest -m sweep`).
+these cells is a quick test, and the others are slow tests. If the transform compiles slowly, one in
+four cells is a slow test. One in sixteen of the other cells is a slow test. All remaining cells run
+only in the sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the claim of the demo about gradient reversal, and of its FLOP count."""
+"""Tests of the demo's claim about gradient reversal, and of its FLOP count."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -32,7 +32,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def side(backend):
-    """A `FrameworkRun` with the initial weights, whose context is active during the test."""
+    """Yield a `FrameworkRun` whose context is active during the tests of the module."""
     made = demo.FrameworkRun(backend)
     with made.working():
         yield made

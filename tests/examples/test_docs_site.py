@@ -1,4 +1,4 @@
-"""The site has reference entries of all public names, lists the examples, and has no dead links.
+"""The site has reference entries for all public names, lists the examples, and has no dead links.
 
 `make docs`, which .ci/run calls, builds the whole site. These tests build a small site in a
 temporary folder if MkDocs is installed.

@@ -54,7 +54,7 @@ def sections(printed: str) -> dict[str, str]:
 @pytest.mark.quick_at("u09_complex_affine")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_keeps_its_claims(name, asked, run):
-    """Run the example for both backends, as a user does, which also compares their numbers."""
+    """Run the example for the available backends, as a user does, and check the stored output."""
     printed = run(name, asked)
     parts = sections(printed)
     expected = ["torch", "jax"] if asked == "both" else [asked]
@@ -143,14 +143,14 @@ def run(monkeypatch, capsys, quick_by_hand):
 
 @pytest.fixture
 def asked(pytestconfig):
-    """The value of --backend, which is "both" unless only one backend is available or selected."""
+    """Return the value of --backend: "both", or the only backend that is available or selected."""
     wanted = wanted_backends(pytestconfig)
     return wanted[0] if len(wanted) == 1 else "both"
 
 
 @pytest.fixture
 def common(monkeypatch):
-    """The module of helpers that the examples share."""
+    """Import the module of helpers that the examples share."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import common
 

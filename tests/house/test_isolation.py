@@ -136,7 +136,7 @@ class Program:
     """A program for a fresh process and its expected output.
 
     Attributes:
-        text: The source code, in which {backend} stands for the name of a backend.
+        text: The source code, in which {backend} is replaced by the name of a backend.
         prints: The text at the end of the output of the program.
         backends: The backends for which the program runs; "both" requires both frameworks.
         without: Packages that the program cannot import.

@@ -1,10 +1,9 @@
 """Many calls of each operator leak no storage, objects or compiled functions.
 
-After warm-up calls, three series of calls run, and at least one series must increase no count,
-because a leak would increase a count in each. Each call uses the operator twice: with a function
-created before the loop, as in training, and with a new function, for which caches have no entry.
-Cheap operators run two thousand calls; `benchmarks/leaks.py` runs ten thousand calls of every
-operator.
+After warm-up calls, three series of calls run. The test fails if a count increases in all three
+series. Each call uses the operator twice: with a function created before the loop, as in training,
+and with a new function, for which caches have no entry. Cheap operators run two thousand calls;
+`benchmarks/leaks.py` runs ten thousand calls of every operator.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ PICTURE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3)) / 
 
 
 def guided(latents):
-    """Return the gradient of score distillation at the latents: predicted minus true noise."""
+    """Return the gradient of score distillation: the weighted error of the predicted noise."""
     with torch.no_grad():
         noisy = SCHEDULE.add_noise(latents, NOISE, STEPS)
         weight = (1 - SCHEDULE.alphas_cumprod[STEPS])[:, None, None, None]

@@ -19,7 +19,7 @@ T = jnp.asarray([1.0, 2.0, -1.0])
 
 
 def residual(z, args):
-    """z = tanh(A z + b)."""
+    """Return tanh(A z + b) - z, which is zero at the root z."""
     a, b = args
     return jnp.tanh(a @ z + b) - z
 

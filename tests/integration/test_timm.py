@@ -1,4 +1,4 @@
-"""timm: chunked image models and per-example gradients."""
+"""timm: chunked image models, and derivatives compared with finite differences."""
 
 from __future__ import annotations
 

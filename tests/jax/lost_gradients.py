@@ -1,4 +1,4 @@
-"""JAX functions that lose gradients, with the kind and line of the loss, and healthy functions."""
+"""JAX functions that lose gradients, with kinds and lines of the causes, and healthy functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 
 
-# --- causes in the line of the loss itself ----------------------------------------------------
+# --- functions of one line --------------------------------------------------------------------
 
 ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     "detached": {
@@ -210,7 +210,7 @@ ONE_LINERS = {
     "an_old_buffer_is_filled": lambda x: (x.at[:].set(jnp.sin(x)) + x.at[:].set(1.0)).sum(),
     "a_term_in_jit": lambda x: jax.jit(lambda y: (y**2).sum() + stop(y).sum())(x),
     "a_term_in_a_scan": lambda x: lax.scan(lambda c, a: (c + a + stop(a**2), None), 0.0, x)[0],
-    "a_mean_by_numpy": lambda x: np.mean(x) * np.sum(x),  # by methods of the array
+    "a_mean_by_numpy": lambda x: np.mean(x) * np.sum(x),  # NumPy calls methods of x
     "printing": lambda x: (jax.debug.print("{x}", x=x), jnp.sin(x).sum())[1],
     "shard_map": lambda x: sharded(lambda y: lax.psum(jnp.sin(y), "i") + y)(x).sum(),
     "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),

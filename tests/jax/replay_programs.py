@@ -29,7 +29,7 @@ def program(refused: str | None = None, operator: str = "chunked", name: str = "
 
 
 def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any) -> Any:
-    """The reference for `chunked`, which calls f once for each chunk in a Python loop."""
+    """Return the reference for `chunked`, which calls f for each chunk in a Python loop."""
     keys, carried = options.get("key_argnums", ()), options.get("carry_argnums", ())
     keys = (keys,) if isinstance(keys, int) else keys
     carried = (carried,) if isinstance(carried, int) else carried
@@ -67,7 +67,7 @@ def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any)
 
 
 def once(f: Any, **options: Any) -> Any:
-    """The reference for `checkpoint` and `frozen`: the function itself."""
+    """Return f itself, which is the reference for `checkpoint` and `frozen`."""
     return f
 
 

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
 
 `make tpu` and `make cuda` install the compilers and run these tests, which compile the programs of
-benchmarks/ahead_of_time.py and every use of every public name.
+benchmarks/ahead_of_time.py and of every_operator.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ TARGETS = [
 
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
-    """A compiler target and the dtype of arrays."""
+    """Return a `Target`: an accelerator platform and the dtype of arrays."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 
 
 @pytest.fixture(params=[p for p in TARGETS if p.values[0].dtype == jnp.float32])
 def single(request) -> Target:
-    """A compiler target for float32."""
+    """Return a `Target` with float32 arrays."""
     pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
     return request.param
 
 
 # --- costs -----------------------------------------------------------------------------------
 
-# Operators that need more than handwritten code: the norm avoids overflow, x + stop_gradient(g(x) -
-# x) has an additional subtraction, a chunk stores its index, and chunks are weighted, in float32
-# for bfloat16.
+# Operators whose costs differ from handwritten code: clip_gradient avoids overflow in the norm,
+# straight_through has one fewer subtraction, chunked stores the index of each chunk, and
+# microbatched_value_and_grad weights chunks and adds bfloat16 gradients in float32.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_and_grad")
 
 
@@ -99,7 +99,7 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        # one graph of G, and the gradients of all uses with their cotangents
+        # one graph of G, and the gradients of all calls of G with their cotangents
         one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries
@@ -129,7 +129,7 @@ def test_devices_gather_features_and_reduce_parameters_once(kind, board, single)
         assert found.temporaries < 10 * features + 2**22
 
 
-# --- every use of every public name ----------------------------------------------------------
+# --- the programs of every_operator.py -------------------------------------------------------
 
 
 @pytest.mark.parametrize("use", JITTED, ids=str)

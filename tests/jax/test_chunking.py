@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """Return the gradient and two Hessian-vector products, whose vectors are the arguments."""
+    """Return the gradient and the Hessian times the arguments by forward and by reverse mode."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(
@@ -68,7 +68,7 @@ def second(loss, *args):
     return gradient(*args), jax.jvp(gradient, args, args)[1], jax.grad(inner, both)(*args)
 
 
-# --- results equal those of the plain function ---------------------------------------------
+# --- results equal the results of the plain function ---------------------------------------
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
@@ -102,7 +102,7 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
     held = lambda w: gt.chunked(lambda x: w * x, 1)(x)
     for f in (given, held):
         slope = jax.grad(lambda w, f=f: jnp.sum(f(w).astype("float32")))
-        # a bfloat16 or float16 sum would stop at 256 or 2048
+        # a sum in bfloat16 or float16 would not increase beyond 256 or 2048
         assert slope(w) == jax.jit(slope)(w) == 4096
 
 
@@ -144,7 +144,7 @@ def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
 
 
 def normalised(w, x, state):
-    """A batch norm whose output also depends on a running mean and a count in the state."""
+    """Apply a batch norm whose output also depends on a running mean and a count in the state."""
     y = x @ w
     mean = y.mean(0)
     out = jnp.sin(y - mean) * (1 + 0.1 * state["seen"]) + jnp.tanh(state["mean"])

@@ -1,4 +1,4 @@
-"""Tests of gradient edits for JAX only: untaken branches, and JAX's own second derivatives."""
+"""Tests of gradient edits for JAX only: untaken branches, second derivatives and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen functions in JAX: closed-over parameters, jit, loops, models."""
+"""Frozen functions in JAX: traces, closed-over parameters, and functions without forward mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Devices of the results of host functions, on eight simulated devices, eager and compiled.
 
-Operations of JAX return results on the devices of their arguments. Host functions and all other
-public functions must do the same. All programs run in one subprocess.
+Host functions and all other public functions must return their results on the devices of their
+arguments, as operations of JAX do. All programs run in one subprocess.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def class_of(init):
 
 
 def gradient(of):
-    """Return the gradient with respect to a field F of the sum of the field `of(F)`."""
+    """Return a function of a class F that computes the gradient of sum(of(F, c).a) at c = F(x)."""
     return lambda F, x=X: gt.grad(lambda c: of(F, c).a.sum())(F(x)).a
 
 

@@ -1,4 +1,4 @@
-"""Tests of the jaxpr equation of a custom rule: how it prints, and unused outputs.
+"""Derivatives of custom rules in JAX after the elimination of unused outputs.
 
 The expected values come from JAX's own `custom_jvp` and `custom_vjp`.
 """

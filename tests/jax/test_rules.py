@@ -1,4 +1,4 @@
-"""Custom rules in JAX: other platforms, export, sharding, residuals and JAX's own checks."""
+"""Custom rules in JAX: shard_map, named axes, residuals, closed-over arrays and transposition."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_scan_over_reversals_keeps_no_x():
 
 
 def _scaled_exp(c):
-    """A custom rule that calls its primal function, where the function closes over c."""
+    """Return exp(c x) with a custom rule that calls its primal function, which closes over c."""
     f = gt.custom_rule(lambda x: jnp.exp(c * x))
     f.defvjp(lambda x: (f(x), x), lambda x, g: (g * c * f(x),))
     return f
@@ -187,7 +187,7 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
 
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):
-    """jax.custom_vjp requires this sum under check_vma."""
+    """Under check_vma, jax.custom_vjp requires the psum that bwd calls if `is_summed` is True."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = lambda w, x: jnp.sin(w * x)

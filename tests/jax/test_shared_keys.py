@@ -1,4 +1,4 @@
-"""A random key shared by all chunks raises an error; key_argnums folds a key per chunk."""
+"""A random key shared by all chunks raises an error; key_argnums derives a key per chunk."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ CONNECTED = {
 def test_data_reaches_the_output_through(name):
     f, x = CONNECTED[name]
     assert reached(jaxpr_of(f, x)) == [True]
-    # these programs read the argument only in a comparison
+    # the first derivative of relu reads the argument only in a comparison
     assert connected(f, x) == [not name.startswith("the first derivative")]
 
 

@@ -293,7 +293,7 @@ QUICK = ("equinox with leaves of all kinds", "nnx with batch norm, dropout, a co
 
 
 def kinds(names):
-    """Mark all kinds except the quick ones as a sweep."""
+    """Mark all kinds that are not in `QUICK` as sweep tests."""
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
 
 

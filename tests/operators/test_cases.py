@@ -1,6 +1,6 @@
 """Each use case in both backends, at a size for which the results can be derived by hand.
 
-The expected values are closed forms in NumPy, so the expected values use none of the tested code.
+The expected values are closed forms in NumPy that do not use gradtools.
 """
 
 from __future__ import annotations

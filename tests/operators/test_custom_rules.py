@@ -1,6 +1,6 @@
 """custom_rule and host_function for authors of rules: signatures, residuals and errors.
 
-The support matrix tests the numbers of both in all transforms and orders.
+The support matrix tests the derivatives of both functions in all transforms and orders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gradients(gt, f, *args):
 
 
 def powers(gt):
-    """A rule with a static argument, a keyword-only argument, a default and pytrees."""
+    """Return a rule with a static argument, a keyword-only argument, a default and pytrees."""
     xp = gt.xp
 
     @gt.custom_rule(static_argnames="n")

@@ -1,7 +1,8 @@
 """Gradients with respect to the factor, the bound or the gradient that an edit takes.
 
-At first order, an edit treats these arrays as constants, and gradtools reports a gradient cut. An
-edited gradient depends on these arrays, so second derivatives with respect to them exist.
+At first order, an edit treats these arrays as constants, so a gradient with respect to them raises
+an error. An edited gradient depends on these arrays, so second derivatives with respect to them
+exist.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
 @pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
 def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):
-    """Closed forms of |dx|^2 for dx = -s 2 x, s 2 x and s x / |x|."""
+    """Compare with d/ds |dx|^2, where the edited gradient dx is -2 s x, 2 s x or s x / |x|."""
     x, s = at(gt)
 
     def squared(s):

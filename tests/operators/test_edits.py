@@ -50,7 +50,7 @@ def edit(request, gt):
 
 
 def _words(size, mantissa):
-    """Bits of NaN (quiet, signaling), -0, 0, inf, -inf, smallest denormal, 1 and largest number."""
+    """Return the bits of two NaNs, -0, 0, inf, -inf, the least denormal, 1 and the maximum."""
     sign, inf = 1 << 8 * size - 1, (1 << 8 * size - 1) - (1 << mantissa)
     one = (inf >> 1) & ~((1 << mantissa) - 1)
     quiet = inf | 1 << mantissa - 1 | 5
@@ -476,7 +476,7 @@ def test_a_boolean_or_integer_result_is_cast_to_the_surrogates_dtype(gt, native)
 
 
 def hard(x):
-    """A NumPy step function."""
+    """Return a step function of x, computed by NumPy."""
     return np.where(np.asarray(x) > 0.5, 1.0, 0.0)
 
 
@@ -548,7 +548,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def case(request, gt):
-    """The name of an edit, a scalar function that contains the edit, and the expected gradient."""
+    """Return the name of an edit, a scalar function with the edit, and the expected gradient."""
     name = request.param
     return name, lambda x: (EDITS[name](gt, x) ** 3).sum(), CASES[name]
 

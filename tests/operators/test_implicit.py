@@ -20,7 +20,7 @@ def fast(gt, backend_name, f):
 
 
 def equation(z, w, x):
-    """A monotone system of equations whose Jacobian is not symmetric."""
+    """Return the residual of a monotone system whose Jacobian is not symmetric."""
     return z**3 + SHIFT * z + w @ z - x
 
 
@@ -346,7 +346,7 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
 
 
 def test_an_argument_that_the_equation_ignores_is_disconnected(gt, backend_name):
-    """The policy of each derivative applies, in a trace as well, and per leaf."""
+    """The policy of each derivative operator applies to each leaf, also inside of a trace."""
     a, b = (gt.asarray(np.array([x, 2.0])) for x in (4.0, 3.0))
     closed = lambda a: gt.implicit_solution(lambda z, t: z**2 - a, lambda t: a**0.5, "dense")
     lost = lambda t: closed(a)(t).sum()
@@ -398,7 +398,7 @@ def test_an_unsolved_linear_system_is_explained(gt, solver, F, text):
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
-    """`checked` must recompute values at the stop_gradient calls around and inside of solve."""
+    """The finite differences of `checked` must recompute the solution despite stop_gradient."""
     from gradtools.testing import checked
 
     def solve(w, x):

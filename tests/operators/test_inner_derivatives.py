@@ -52,7 +52,7 @@ def _pulled(gt: Any, y: Any) -> Any:
 
 
 def _mixed(y: float, z: float) -> float:
-    """d^2/dydz sin(y z^2)."""
+    """Return d^2/dydz sin(y z^2)."""
     return 2 * z * np.cos(y * z**2) - 2 * y * z**3 * np.sin(y * z**2)
 
 

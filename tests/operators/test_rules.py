@@ -1,6 +1,6 @@
 """Internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
 
-The support matrix tests the numbers of rules in every transform and at every order.
+The support matrix tests the derivatives of rules in every transform and at every order.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ X = np.array([0.5, -1.5, 2.0])
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
-    """A map receives None if an input has no tangent or an output has no cotangent."""
+    """A linear map receives None if an input has no tangent or an output has no cotangent."""
     xs = [native.array(X), native.array(np.array([2.0, -1.0]))]
 
     def at(run):

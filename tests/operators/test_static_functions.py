@@ -13,7 +13,7 @@ from gradtools import GradtoolsError
 
 
 def solver(gt):
-    """A rule with a static argument f whose derivative with respect to x is the derivative of f."""
+    """Return a rule that calls a static argument f and differentiates f with respect to x."""
     rule = gt.custom_rule(lambda f, x: f(x), static_argnames="f")
     rule.defvjp(lambda f, x: (f(x), x), lambda f, x, c: (gt.vjp(f, x)[1](c)[0],))
     return rule

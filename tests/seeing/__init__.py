@@ -1,1 +1,1 @@
-"""Tests of graphs, formulas, reports and costs."""
+"""Tests of graphs, formulas and reports."""

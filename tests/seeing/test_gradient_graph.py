@@ -1,4 +1,4 @@
-"""Tests of passes, names, residuals, marks and cuts in gradient graphs of both backends."""
+"""Tests of passes, names, residuals, marks and stopped gradients in graphs of both backends."""
 
 import html
 

@@ -77,7 +77,7 @@ def test_nothing_lost_is_false_and_says_so(gt, x):
 
 
 def test_the_report_is_json(gt, x):
-    # no other test calls trunc: a function that JAX 0.7 caches has the line of its first use
+    # no other test calls trunc, because JAX 0.7 caches the source line of the first call
     report = gt.why_zero(lambda x: gt.xp.trunc(x).sum(), x)
     found = json.loads(report.to_json())
     assert found["findings"][0]["kind"] == "zero_derivative"

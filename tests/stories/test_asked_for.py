@@ -22,7 +22,7 @@ def draw(gt, *shape):
 
 @STORIES.add(source="jax-ml/jax#6668")
 def the_gradient_at_each_layers_output(gt):
-    """Gradients at all hidden states of a chain of layers whose code is not split at the states."""
+    """`retained_gradients` returns the gradients at all hidden states of a chain of layers."""
     ws, x = [draw(gt, 3, 3) + k for k in range(3)], draw(gt, 3)
     parts = [lambda h, w=w: gt.xp.tanh(h @ w / 3) for w in ws]
 
@@ -63,7 +63,7 @@ def a_fixed_point_layer_without_its_iterations(gt):
 
 @STORIES.add(source="pytorch/pytorch#165880, #122729, #146036, #141845, #42368")
 def gradients_per_example_through_checkpointed_blocks(gt):
-    """Blocks that take their weights as arguments or close over the weights."""
+    """The blocks take their weights as arguments or close over the weights."""
     ws, x = [draw(gt, 3, 3) / (2 + k) for k in range(3)], draw(gt, 5, 3)
 
     def loss(wrap, closed=False):

@@ -62,7 +62,7 @@ def the_squared_norm_at_equal_points():
 
 @STORIES.add(source="jax-ml/jax#26248")
 def a_scale_before_and_after_the_norm():
-    """Two forms of the same function have different gradients of the scale: 0 and NaN."""
+    """Two forms of one function have different gradients with respect to the scale: NaN and 0."""
     x = jnp.zeros(2)
     inside, outside = (
         lambda a: jnp.linalg.norm(a * x),
@@ -75,7 +75,7 @@ def a_scale_before_and_after_the_norm():
 
 @STORIES.add(source="jax-ml/jax#654")
 def distances_of_charges_to_themselves():
-    """A mask after the division gives NaN, but not if the distance is masked too."""
+    """A mask after the division gives a NaN gradient unless the distance is also masked."""
     charges, points = draw(4), draw(4, 3, seed=1)
     keep = 1 - jnp.eye(4)
 
@@ -123,7 +123,7 @@ def a_reverse_rule_for_a_loss_serves_hessians():
 
 @STORIES.add(source="google/jaxopt#474")
 def the_hessian_of_a_ridge_solution():
-    """A Hessian in forward-over-reverse mode through a reverse rule that solves a linear system."""
+    """Compute a Hessian in forward-over-reverse mode through a rule that solves a linear system."""
     x, y = draw(8, 3), draw(8, seed=1)
     solve = lambda theta: jnp.linalg.solve(x.T @ x + theta * jnp.eye(3), x.T @ y)
     ridge = gt.custom_rule(solve)
@@ -201,7 +201,7 @@ def forward_mode_of_a_transform_with_its_own_adjoint():
 
 @STORIES.add(source="jax-ml/jax#3646")
 def one_key_for_several_draws():
-    """A key shared by all chunks raises an error; key_argnums folds a key for each chunk."""
+    """A key shared by all chunks raises an error; key_argnums derives a key for each chunk."""
     drop = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
     x, key = jnp.ones((6, 8)), jax.random.key(0)
     with pytest.raises(GradtoolsError, match="key that chunks share"):

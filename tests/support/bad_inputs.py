@@ -21,7 +21,7 @@ from gradtools import GradtoolsError
 from gradtools.testing import check_derivatives, check_rule, cross_check
 from tests.support.numpy_trees import lift
 
-# takes the namespace and a function that converts NumPy arrays to the framework's arrays
+# A call takes the gradtools namespace and a function that converts NumPy arrays.
 Call = Callable[[Any, Any], Any]
 
 TEXTS = Path(__file__).with_suffix(".txt")
@@ -61,7 +61,7 @@ def known(gt: Any) -> Any:
 
 
 def pushed(gt: Any, f: Any) -> Any:
-    """Return the tangent of f along its argument as a function."""
+    """Return a function of x that computes the tangent of f at x along x."""
     return lambda x: gt.jvp(f, (x,), (x,))[1]
 
 
@@ -80,7 +80,7 @@ def badly_ruled(gt: Any) -> Any:
 
 
 def noted(call: Callable[[], Any]) -> None:
-    """Raise the notes of the call's exception as an error, so that the file of texts has them."""
+    """Raise an error whose message is the notes of the call's exception."""
     try:
         call()
     except Exception as error:
@@ -129,7 +129,7 @@ def adjoint(gt: Any, a: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def cross_checked(**options: Any) -> None:
-    """Raise the reason why `cross_check` left something out."""
+    """Raise an error with the first entry of `left_out` of a `cross_check` report."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     raise GradtoolsError(cross_check(**options).left_out[0])
@@ -172,7 +172,7 @@ def added(gt: Any, *grads: Any) -> None:
 
 
 def target(gt: Any, a: Any) -> Any:
-    """Return a target for accumulated gradients."""
+    """Return an array into which gradients can be accumulated."""
     x = a(V)
     return x.requires_grad_() if hasattr(x, "requires_grad_") else x
 
@@ -192,7 +192,7 @@ def other_layer(gt: Any) -> Any:
 
 
 def other_gather(gt: Any) -> dict[str, Any]:
-    """Return the argument of `all_gather` that only the other framework supports."""
+    """Return the keyword argument of `all_gather` that only the other framework supports."""
     return {"axis_name": "i"} if gt.__name__.endswith("torch") else {"group": object()}
 
 
@@ -669,7 +669,7 @@ NATIVE = {
 }
 
 
-# calls that are an error in one backend only
+# calls that raise an error in only one backend
 ONLY = {
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
@@ -718,7 +718,7 @@ def expected(texts: dict[str, str], name: str, backend_name: str) -> str:
 
 
 def written() -> str:
-    """Return the new contents of the file from the errors that the calls raise now."""
+    """Return the new contents of `bad_inputs.txt`, with the errors that the calls raise now."""
     blocks = []
     for name in BAD:
         texts = {b: told(name, b) for b in BACKENDS if ONLY.get(name, b) == b}

@@ -108,7 +108,7 @@ CASES = [
 
 
 def chunked(gt, case):
-    """Return `chunked` of the function of a case, with arguments w and x."""
+    """Apply `gt.chunked` to the function of a case; return a function of w and x."""
     options = {"chunk_size": 4, **case.options}
     return gt.chunked(lambda w, x: case.f(gt, w, x), in_axes=case.in_axes, **options)
 

@@ -1,8 +1,8 @@
 """A fixture that caches compiled JAX programs in a folder, for files with repeated programs.
 
-A test file uses it with `pytest_plugins` and `usefixtures("compiled_programs_kept")`. Each test
-defines new functions, which JAX traces again, but many of the traced programs are equal. Each test
-process has one folder for all of its test files.
+A test file uses the fixture with `pytest_plugins` and `usefixtures("compiled_programs_kept")`. Each
+test defines new functions, which JAX traces again, but many of the traced programs are equal. Each
+test process has one folder for all of its test files.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def saved_bytes(gt: Any, f: Callable[..., Any], *args: Any) -> int:
 
 
 def _packed(f: Callable[..., Any], *args: Any) -> int:
-    """Count the tensors that PyTorch passes to `saved_tensors_hooks` and that f created."""
+    """Count the bytes of the storages that f creates and saves for the backward pass."""
     import torch
 
     args = tuple(x.detach().clone().requires_grad_() for x in args)
@@ -77,7 +77,7 @@ def _packed(f: Callable[..., Any], *args: Any) -> int:
 
 
 def _handed(f: Callable[..., Any], *args: Any) -> int:
-    """Count the distinct outputs of the compiled forward half of `jax.vjp` without arguments."""
+    """Count the bytes of the residuals of the compiled `jax.vjp`, except for the arguments."""
     import jax
 
     forward = jax.jit(lambda *xs: jax.tree.leaves(jax.vjp(f, *xs)[1]))

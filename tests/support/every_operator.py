@@ -1,4 +1,4 @@
-"""A table of small calls of every public operator, for properties of all operators.
+"""A table of small calls of every public operator, for tests of all operators.
 
 A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
 elementwise function of an array of four numbers; a test may replace it with a function that counts,
@@ -95,7 +95,7 @@ def slope(gt: Any, x: Any) -> Any:
 
 
 def _rule(w: World, where: str) -> Any:
-    """A custom rule that calls `part` in its value, fwd, bwd or forward rule."""
+    """Return a program whose custom rule calls `part` in its value, fwd, bwd or forward rule."""
     plain = healthy(w.gt)
     f = w.gt.custom_rule(w.part if where == "value" else plain)
     here = w.part if where in ("fwd", "jvp") else plain
@@ -126,7 +126,7 @@ def _functionalized(w: World) -> Any:
 
 
 def _module(w: World) -> Any:
-    """A module with one parameter that calls `part` twice."""
+    """Return a module with one parameter that calls `part` twice."""
     if w.torch:
         import torch
 
@@ -144,7 +144,7 @@ def _module(w: World) -> Any:
 
 @cache
 def _equinox_module() -> Any:
-    """Return the equinox module class, created only once because JAX never frees the class."""
+    """Return the equinox module class, which is created only once, because JAX never frees it."""
     import equinox
 
     class Module(equinox.Module):
@@ -257,7 +257,7 @@ def _microbatched(w: World) -> Any:
 
 
 def _of_f(operator: str, *options: Any, **more: Any) -> Callable[[World], Any]:
-    """Return `make` for an operator that maps a function of x to a function with equal shapes."""
+    """Return `make` for an operator that maps the function `twice` to another function of x."""
     return lambda w: getattr(w.gt, operator)(w.twice, *options, **more)
 
 
@@ -301,7 +301,7 @@ USES = (
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)
-    ),  # in PyTorch compilation takes seconds: see tests/torch/test_faults.py
+    ),  # in PyTorch, compilation takes seconds
     Use("reverse_gradient", lambda w: _through(w, w.gt.reverse_gradient), rows=True),
     Use("scale_gradient", lambda w: _through(w, lambda x: w.gt.scale_gradient(x, 3.0)), rows=True),
     Use(

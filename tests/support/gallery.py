@@ -30,7 +30,7 @@ class Picture:
         title: The heading.
         words: The text below the heading; {kept} and {operations} are filled in from the graph.
         f: The program.
-        args: Its arguments.
+        args: The arguments of the program.
         order: The order of differentiation.
         held: The captured parameters and buffers by their names in the graph.
         gt: The gradtools namespace of the framework in which the program runs.

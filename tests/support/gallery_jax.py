@@ -14,7 +14,7 @@ from tests.support.gallery import Picture
 
 @jax.custom_vjp
 def sinh(x: Any) -> Any:
-    """sinh with a custom rule that saves an intermediate value."""
+    """Return the hyperbolic sine with a custom rule that saves an intermediate value."""
     return (jnp.exp(x) - jnp.exp(-x)) / 2
 
 
@@ -32,7 +32,7 @@ sinh.defvjp(_forward, _backward)
 
 
 def penalty(params: Any, x: Any) -> Any:
-    """The gradient penalty of a critic: the squared difference of its gradient norm from one."""
+    """Return the gradient penalty of a critic: the mean of (gradient norm - 1)^2."""
     critic = lambda x: (jnp.tanh(x @ params["w"]) @ params["v"]).sum()
     slope = jax.grad(critic)(x)
     return ((jnp.sqrt((slope**2).sum(1)) - 1) ** 2).mean()

@@ -53,7 +53,7 @@ def _exactly(found: Any, expected: Any) -> None:
 
 
 def _noisy(x: Tensor) -> Tensor:
-    """Draw noise from dropout, from the generators of all devices, and from the CPU."""
+    """Multiply sin(x) by noise from dropout and the generators of all devices and the CPU."""
     count = torch.cuda.device_count() if x.is_cuda else 1
     others = [torch.rand((), device=torch.device(x.device.type, i)) for i in range(count)]
     noise = sum(draw.to(x.device) for draw in (*others, torch.rand((), device="cpu")))
@@ -100,7 +100,7 @@ def _slope(f: Any, y: Tensor, z: Tensor, u: Tensor | None = None) -> Tensor:
 
 
 def _through(G: Callable[[Tensor], Tensor], z: Tensor) -> None:
-    """Compare forward mode and second derivatives through G with double backward."""
+    """Compare `mixed_partial` and `frozen` with double backward through G."""
     y, u = torch.randn_like(G(z)), torch.randn_like(z)
     f = lambda y, g: ((y * g) ** 2).sum()
     with warnings.catch_warnings():
@@ -153,7 +153,7 @@ def _side_stream(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> None:
-    """Compare peaks of the CUDA allocator for eight functions of 2^20 numbers in eight chunks."""
+    """Compare the peak CUDA memory of a gradient with and without `chunked`."""
     x = torch.randn(1 << 20, device=device)
     deep = lambda x: x.sin().exp().sin().exp().sin().exp().sin().exp()
     measured = []
@@ -187,7 +187,7 @@ _ROWS, _SECONDS = 5, 60
 
 
 def _two_processes(device: torch.device) -> None:
-    """Train one step on the rows of two processes, with nccl on GPUs or gloo on CPUs."""
+    """Train one step in two processes, with nccl on GPUs or gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Absent("it needs two GPUs")
     with TemporaryDirectory() as folder:

@@ -112,7 +112,7 @@ def vq_vae_by_straight_through(gt, p):
 
 
 def vq_vae_with_ema(gt, p):
-    """A VQ-VAE whose codebook is an exponential moving average, which needs no gradient."""
+    """Return the loss of a VQ-VAE with a moving-average codebook, and smoothed code counts."""
     x, codes, stop = rows(gt, 6, 5), rows(gt, 7, 3, seed=4), gt.stop_gradient
     z = x @ p["encoder"]
     q = nearest(gt, codes, z)
@@ -214,7 +214,7 @@ def truncated_recurrence(gt, p):
 
 
 def spiking(gt, p):
-    """A spiking neuron with a surrogate gradient, whose detached spikes reset the potential."""
+    """Return the loss of a spiking neuron with a surrogate gradient and detached resets."""
     spike = gt.straight_through(lambda v: v > 0, lambda v: sigmoid(gt, 4 * v))
     v, total = gt.asarray(np.zeros((6, 4), np.float32)), 0.0
     for t in range(3):
@@ -291,7 +291,7 @@ def top_one_experts(gt, p):
 
 
 def detection_head(gt, p):
-    """A detection loss with discrete matching of boxes to targets."""
+    """Return a detection loss with discrete matching of boxes to targets."""
     out = rows(gt, 6, 5) @ p["w"]
     targets = rows(gt, 2, 4, seed=1)
     cost = gt.xp.sum(abs(out[:, None] - targets), axis=-1)

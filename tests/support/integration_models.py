@@ -47,7 +47,7 @@ def gradients(module):
 
 
 def agree(found, expected, **tolerance):
-    """Assert that two dicts of tensors are equal."""
+    """Assert that two dicts of tensors are equal up to a tolerance."""
     assert found.keys() == expected.keys() and found
     for name, x in found.items():
         torch.testing.assert_close(
@@ -56,5 +56,5 @@ def agree(found, expected, **tolerance):
 
 
 def quiet():
-    """Context manager that suppresses the warnings of other packages."""
+    """Return a context manager that suppresses all warnings."""
     return warnings.catch_warnings(action="ignore")

@@ -106,7 +106,7 @@ def a_key_says_what_is_drawn():
     (seed,) = [path for path in state if "seed" in path]
     assert np.array_equal(gt.to_numpy(after[seed]), gt.to_numpy(state[seed]))
     _, counted = apply(params, state, asarray(X))
-    # with the PyTorch backend, dropout of Keras uses PyTorch's random generator
+    # with the PyTorch backend, Keras dropout uses PyTorch's random generator
     if BACKEND == "torch":
         return
     assert not np.array_equal(gt.to_numpy(counted[seed]), gt.to_numpy(state[seed]))
@@ -173,7 +173,7 @@ def errors_say_what_to_do():
 
 
 def fit_trains_through_an_edited_gradient():
-    """With gradient reversal, an SGD step of the layer before it is -0.1 times the plain step."""
+    """With gradient reversal, the SGD step of the preceding layer is -0.1 times the plain step."""
 
     class Reversal(keras.layers.Layer):
         def call(self, x):

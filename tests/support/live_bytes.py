@@ -57,7 +57,7 @@ def _key(x: Tensor) -> int:
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
-    """Return the peak of live bytes that `run()` created, and its result."""
+    """Return the peak of live bytes that `run` creates, and the result of `run`."""
     with LiveBytes() as live:
         result = run()
     return live.peak, result

@@ -61,7 +61,7 @@ class LostGradients:
         return self.healthy_ones.add(name, args=args or (self.x,))
 
     def in_one_line(self, functions: dict[str, dict[str, Callable[..., Any]]]) -> None:
-        """Register functions of one line that lose a gradient of a given kind, without comments."""
+        """Register one-line functions without comments, grouped by the kind of gradient loss."""
         for mark, named in functions.items():
             for name, f in named.items():
                 self.causes.add(name, args=(self.x,), mark=mark)(f)
@@ -228,7 +228,7 @@ class Planted:
     strangers: bool = False
 
     def check(self, gt: Any, still: Callable[[Any, int], set[str]]) -> None:
-        """Assert the report of why_zero; `still` returns leaves that training does not change."""
+        """Check the report of why_zero; `still` returns leaves that training does not change."""
         loop = self.make()
         report = gt.why_zero(loop.closure, model=loop.model, optimizer=loop.optimizer)
         assert kinds_by_leaf(report) == self.found

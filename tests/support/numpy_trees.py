@@ -66,9 +66,9 @@ def slope(at: Callable[[float], Any], h: float = 3e-3) -> Any:
 
 
 def close(found: Any, expected: Any, rtol: float) -> None:
-    """Assert that two pytrees agree leaf by leaf in shape, complexness and values.
+    """Assert that corresponding leaves have equal shapes, are both real or both complex, and agree.
 
-    The error of a leaf must be at most rtol times max(1, the norm of the leaf).
+    The error of an entry must be at most rtol times max(1, the largest absolute value of the leaf).
     """
     found, expected = leaves(found), leaves(expected)
     assert len(found) == len(expected)

@@ -127,7 +127,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _agree(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    """Return whether results agree up to 1e-12, because the device uses the kernels of the CPU."""
+    """Return whether two results agree up to 1e-12; the device uses the kernels of the CPU."""
     same = lambda x, y: bool((x == y).all() if x.dtype.kind == "U" else np.allclose(x, y, 1e-12))
     return len(a) == len(b) and all(map(same, a, b))
 
@@ -141,7 +141,7 @@ def _summed(f: Callable[[Any], Any]) -> Callable[[World], Any]:
 
 
 def _in_a_module(w: World) -> Any:
-    """Run a module with batch norm, whose buffers change, and RReLU, which draws random slopes."""
+    """Differentiate a module with batch norm and RReLU, which draws random slopes."""
     net = torch.nn.Sequential(
         torch.nn.Linear(1, 3, dtype=torch.float64), torch.nn.BatchNorm1d(3, dtype=torch.float64),
         torch.nn.RReLU(), torch.nn.Linear(3, 2, dtype=torch.float64),
@@ -153,7 +153,7 @@ def _in_a_module(w: World) -> Any:
 
 
 def _hooked(w: World) -> Any:
-    """Run a module with a gradient edit, whose backward pass runs in the device's thread."""
+    """Differentiate a module with a gradient edit; backward passes run in the device's thread."""
     net = torch.nn.Sequential(edits.GradientReversal(), torch.nn.Tanh())
     return gt.grad(lambda x: net(x).sum())
 

@@ -112,7 +112,7 @@ class Block:
         return bool(self.packages & OTHER_PACKAGES)
 
     def run(self) -> None:
-        """Run the block and check that its end is the end that the title defines."""
+        """Run the block and check that it ends as its title specifies."""
         if self.end == "not run":
             pytest.skip(self.text)
         for package in self.packages:
@@ -131,7 +131,7 @@ class Block:
             self._run()
 
     def _run(self) -> None:
-        # empty lines give tracebacks the line numbers of the page
+        # leading empty lines make the line numbers in tracebacks equal those of the page
         source = "\n" * self.line + self.code
         module = ModuleType("page")  # registered below, because torch.compile looks the module up
         sys.modules["page"] = module

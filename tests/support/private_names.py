@@ -112,7 +112,7 @@ def _of_chain(node: ast.Attribute, operators: set[str]) -> Iterator[tuple[int, s
 
 
 def _names_of_operators(tree: ast.Module) -> set[str]:
-    """Return `torch.ops.` and the aliases that a file defines for its namespaces."""
+    """Return the prefixes of operator names: `torch.ops.` and the aliases that a file assigns."""
     found = {"torch.ops."}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops"):

@@ -112,7 +112,7 @@ def changes(source: str) -> Iterator[tuple[ast.AST, str]]:
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
     """Yield syntax nodes that must not be changed, such as annotations, docstrings and imports.
 
-    `strict=True` of zip is skipped as well, because a correct program behaves the same without it.
+    `strict=True` of zip is also skipped, because a correct program behaves the same without it.
     """
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield from ast.walk(node.annotation)
@@ -168,7 +168,7 @@ def drawn(files: list[Path], count: int, seed: int) -> list[RandomMutant]:
 
 @lru_cache
 def tests_of(name: str) -> tuple[str, ...]:
-    """Return the test files for a file of the package from mutants.toml and by module name."""
+    """Return test files for a module: from mutants.toml, by the module's name and by its folder."""
     listed = [test for mutant in mutants.read() if mutant.file == name for test in mutant.tests]
     module = "gradtools." + name.removesuffix(".py").replace("/", ".")
     words = re.compile(rf"\b{re.escape(module)}\b|\b{re.escape(Path(name).stem)}\b")

@@ -1,8 +1,8 @@
 """Table of small programs with arguments, order of differentiation and tags.
 
 Each program is written once with `gt.xp` for all backends, and tests are generated from the
-records. Vectors have four entries if the length does not matter, because JAX compiles each
-operation for each shape.
+records. Vectors have four entries if the length does not matter, because JAX compiles an operation
+again for each new shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scenario:
         function: A function ``f(gt, *args)`` of the namespace of a backend and its arrays.
         args: NumPy arrays or pytrees of NumPy arrays.
         shape: The kind of the first argument: "number", "vector", "matrix", "pytree" or "empty".
-        dtype: The floating dtype of the arguments.
+        dtype: The floating-point dtype of the arguments.
         order: The highest order of derivatives, from 0 to 2, that both frameworks define at the
             arguments.
         tags: Special properties: "kink", "large", "tiny", "complex", "integer", "several",
@@ -144,7 +144,7 @@ def scenarios() -> Iterator[Scenario]:
 
 
 def _elementwise() -> Iterator[Scenario]:
-    """Scenarios of smooth elementwise functions of one array."""
+    """Yield scenarios of smooth elementwise functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
     points = dict.fromkeys("sin cos tan exp expm1 tanh sinh cosh square".split(), vector)
     points |= dict.fromkeys("log log1p sqrt".split(), positive)
@@ -157,7 +157,7 @@ def _elementwise() -> Iterator[Scenario]:
 
 
 def _of_shapes() -> Iterator[Scenario]:
-    """Scenarios of programs that combine entries, for arguments of every shape."""
+    """Yield scenarios of programs that combine entries, for arguments of every shape."""
     several, network, integer = {"several"}, {"several", "network"}, {"integer"}
     linalg = {"several", "linear algebra"}
     x, v, square = _draw(3, 4), _draw(4), _draw(3, 3) + 4 * np.eye(3)
@@ -210,7 +210,7 @@ def _of_shapes() -> Iterator[Scenario]:
 
 
 def _rearranged() -> Iterator[Scenario]:
-    """Programs that rearrange, sum or select entries."""
+    """Yield scenarios of programs that rearrange, sum or select entries."""
     x, v, several = _draw(3, 4), _draw(4), {"several"}
     apart = np.array([1.2, -2.1, 0.1, 2.3])  # entries that are far from kinks and from each other
     picked = lambda gt, x: gt.xp.take(x, gt.asarray(np.array([3, 0, 0])), axis=0) ** 2
@@ -250,7 +250,7 @@ def _rearranged() -> Iterator[Scenario]:
 
 
 def _factored() -> Iterator[Scenario]:
-    """Scenarios of linear algebra, such as inverses and decompositions."""
+    """Yield scenarios of linear algebra, such as inverses and decompositions."""
     x, linalg = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5]), {"linear algebra"}
     positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
     log_det = lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1]
@@ -268,7 +268,7 @@ def _factored() -> Iterator[Scenario]:
 
 
 def _scales() -> Iterator[Scenario]:
-    """Programs with large numbers, tiny numbers, or both."""
+    """Yield scenarios with large numbers, tiny numbers, or both."""
     large, tiny, both = {"large"}, {"tiny"}, {"large", "tiny"}
     x = _draw(4)
     cube = lambda gt, x: gt.xp.sum(x**3)
@@ -294,7 +294,7 @@ def _scales() -> Iterator[Scenario]:
 
 
 def _kinks() -> Iterator[Scenario]:
-    """Scenarios at points where the derivative is a convention that both frameworks share."""
+    """Yield scenarios at points where the derivative is a convention of both frameworks."""
     kink = {"kink"}
     tied, weights = np.array([1.0, 1.0, 0.0]), np.array([1.0, 2.0, 3.0])
     equal = (np.array([1.0, 2.0]), np.array([1.0, 3.0]))
@@ -316,7 +316,7 @@ def _kinks() -> Iterator[Scenario]:
 
 
 def _complex() -> Iterator[Scenario]:
-    """Programs with complex arguments and real or complex outputs."""
+    """Yield scenarios with complex arguments and real or complex outputs."""
     z, tags, both = _draw(4, dtype="complex128"), {"complex"}, {"complex", "several"}
     squared = lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2)
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))

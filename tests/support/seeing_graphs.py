@@ -144,7 +144,7 @@ def ladder() -> Graph:
 
 
 def cuts() -> Graph:
-    """Return a graph with gradient cuts, marks, and an operation outside of the framework."""
+    """Return a graph with lost gradients, marks, and an operation outside of the framework."""
     b = Builder()
     x = b.input("x", 4)
     stopped = b.op("stop_gradient", x, links=((_CUT,),), loss="detached")

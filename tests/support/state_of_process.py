@@ -3,7 +3,7 @@
 `quick()` runs around every test and takes a few microseconds; `everything()` runs around every
 planted fault. Both return a dict of plain values with readable names, and `changes` lists the
 differences. `bits` describes an array: memory, version, `.grad` and attached objects. The functions
-read the state of the frameworks and the global state of gradtools.
+read the state of Python, NumPy, the frameworks and gradtools.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def quick() -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """Return all known global state, including random states, flags and caches of gradtools."""
+    """Return all known global state, including random states, flags and the environment."""
     found: dict[str, Any] = {**quick(), **_of_python()}
     if "torch" in sys.modules:
         found |= _rest_of_torch()

@@ -5,7 +5,7 @@ A test is quick unless a mark on its file (``pytestmark``) or function defines a
     @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # one value, or all values of a tuple
     @pytest.mark.sweep_at("third order")                   # these cases run only in the sweep
     @pytest.mark.quick_at("sin")                           # all other cases are slow
-    @pytest.mark.whole_at("sin", "cos")                    # all other cases are a sweep
+    @pytest.mark.whole_at("sin", "cos")                    # all other cases run only in the sweep
     @pytest.mark.sampled(4, 12)                            # 4 cases are quick and 12 cases run
     @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # the same numbers for each backend
     @pytest.mark.sampled(slow=12)                          # 12 of the cases that are not quick run
@@ -14,7 +14,7 @@ A value is a part of the test's id between hyphens, so cases need explicit ids. 
 covering array instead of the full product of the axes: cases are added greedily by the number of
 pairs of values that no earlier case has (Cohen et al., The AETG System, 1997). The mutation tests
 (`mutants.py`) measure how many mutants the quick tests detect. If GRADTOOLS_TEST_SECONDS is set,
-for example to 2, a slower test of the quick tier fails.
+for example to 2, a quick test that takes more seconds fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
     """Return the marks of case `number` of a large table, of which one in `every` cases runs.
 
     If `number` is the sum of a row index and a column index, each row and each column has cases
-    that run. The other cases are a sweep.
+    that run. The other cases run only in the sweep.
     """
     return [] if number % every == 0 else [pytest.mark.sweep]
 
@@ -52,7 +52,7 @@ def function_of(name: str) -> str:
 
 
 def mark_tiers(items: Sequence[pytest.Item]) -> None:
-    """Mark cases as slow or as a sweep according to the marks on their functions."""
+    """Mark cases as slow or sweep according to the marks on their functions."""
     samples: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         for kind, mark, others in _AT:

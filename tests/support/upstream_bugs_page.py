@@ -73,7 +73,7 @@ def _slope(f, x, t):
 
 
 def _along(f, t):
-    """Return the derivative of f along t by reverse mode."""
+    """Return the derivative of f along t as a function of x, by reverse mode."""
 
     def slope(x):
         x = x.detach().requires_grad_()
@@ -105,8 +105,7 @@ def _mapped(vmap, grad, f, t):
     return lambda x: (each(x) * t).sum()
 
 
-# For each kind of derivative that is not the derivative of f along t, a function for the finite
-# differences.
+# Functions whose finite differences along t give the expected derivative. The default is `_along`.
 _BY_DIFFERENCES = {
     GRADIENT: lambda f, t: f,
     OF_STRIDED: lambda f, t: f,

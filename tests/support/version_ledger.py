@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Delete JAX's cached traces before JAX 0.8, because they have the lines of the first call."""
+    """In JAX before 0.8, clear cached traces, which contain the source lines of the first call."""
     if "cause" in item.name and applies({"jax": "<0.8"}):
         import jax
 
@@ -112,7 +112,7 @@ def excused(entry: dict[str, Any], items: list[pytest.Item]) -> list[pytest.Item
 
 
 def stale_lines(items: list[pytest.Item]) -> list[str]:
-    """Return tests in entries of any version for which no case was collected from their files."""
+    """Return tests that the ledger names but that do not exist in the collected test files."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(tiers.function_of(item.nodeid), []).append(item)

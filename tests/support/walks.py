@@ -1,4 +1,4 @@
-"""Call trees for `docs/architecture.md`: the modules that a call of an operator passes.
+"""Call trees for `docs/architecture.md`: the modules that a call of an operator runs.
 
 python -m tests.support.walks            # writes the trees into the page
 python -m tests.support.walks --counts   # prints the calls, files and changes of file of each walk
@@ -45,7 +45,7 @@ class Count(NamedTuple):
     Attributes:
         calls: The number of calls of gradtools functions, including each resumption of a generator.
         files: The number of files that define these functions.
-        changes: The number of calls into another file than the file of the previous call.
+        changes: The number of calls whose file differs from the file of the previous call.
     """
 
     calls: int
@@ -125,7 +125,7 @@ def blocks() -> dict[str, str]:
 
 
 def counts() -> dict[str, Count]:
-    """Return a dict from the title of each block on the page to the size of its call tree."""
+    """Return a dict from the name of each operator and backend to the size of the call tree."""
     return {f"{name}, {backend}": counted(name, backend) for name, backend in ALL}
 
 

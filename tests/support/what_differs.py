@@ -1,8 +1,8 @@
 """The table of docs/what-differs.md: derivatives at kinks and ties, measured in both frameworks.
 
-`python -m tests.support.what_differs` rewrites the table, and a test compares it. The derivative at
-a kink is a convention. Each row shows the first and second pullback of ones by
-`torch.autograd.grad` or `jax.vjp` in float64.
+`python -m tests.support.what_differs` rewrites the table, and a test checks that the table is
+current. The derivative at a kink is a convention. Each row shows the first and second pullback of
+ones by `torch.autograd.grad` or `jax.vjp` in float64.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"
 Values = list[Any] | None  # is None if the framework does not define the second derivative
 
-# Each entry is a name and a point, and on an indented line the function in PyTorch and the function
-# in JAX. The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for
+# Each entry consists of a name, a point and an indented line with the functions in PyTorch and JAX.
+# The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for
 # jax.numpy.
 _TABLE = """
 |x| at 0; [0.0]

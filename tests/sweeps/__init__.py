@@ -1,8 +1,8 @@
 """Sweeps that differentiate every function of a framework with every operator of gradtools.
 
 A sweep takes its programs from external tables (PyTorch's own operator databases, all of `jax.lax`
-and `jax.numpy`), differentiates each program in every way, and compares the results with the
-framework's own derivatives. If the framework raises an error, gradtools must raise as well.
+and `jax.numpy`), differentiates each program with every operator, and compares the results with the
+framework's own derivatives. If the framework raises an error, gradtools must also raise an error.
 Programs for which the results differ are listed with a reason; a reason that matches no program is
 an error.
 """

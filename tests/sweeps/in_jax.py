@@ -27,7 +27,7 @@ from tests.sweeps.jax_programs import Case, cases, takes_complex
 
 Arrays = list[Any]
 _TOLERANCE = {1: 1e-11, 2: 1e-10}
-_NOTHING = 1e-13  # maximum absolute error if all expected entries are zero
+_NOTHING = 1e-13  # errors up to this absolute value count as zero
 
 
 def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) -> list[Outcome]:
@@ -86,7 +86,7 @@ class Point:
         return tuple(range(len(self.xs)))
 
     def inner(self, outs: Sequence[Any]) -> Any:
-        """Re<c, y>."""
+        """Return Re<c, y>."""
         return sum(jnp.sum(jnp.real(jnp.conj(c) * y)) for c, y in zip(self.cs, outs, strict=True))
 
     def loss(self, outs: Sequence[Any]) -> Any:
@@ -147,7 +147,7 @@ class Way:
 
     @property
     def order(self) -> int:
-        """The order of the derivative."""
+        """Return the order of the derivative."""
         return 2 if len(self.gives) == 2 else 1
 
 

@@ -1,8 +1,8 @@
 """The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
 
 Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
-a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the size of
-f), so that linear operators have nonzero second derivatives:
+a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the largest
+absolute value of f, but at least 1), so that linear operators have nonzero second derivatives:
 
     J^H v    torch.autograd.grad            H u of Re<v, g>    double backward, or dual numbers
     J u      dual numbers, or the                              over autograd.grad
@@ -242,7 +242,7 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """The forward rule uses gradtools' jvp, because torch.func.jvp fails inside of dual levels."""
+    """Return f with a rule by gradtools' jvp; torch.func.jvp fails inside of dual levels."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule

@@ -2,8 +2,8 @@
 
 The functions are found by walking JAX's namespaces. The table lists the arguments at which each
 function is differentiated, and the names of functions without derivatives. The sweep reports other
-names as new in this version of JAX. The distance of arguments from kinks, poles, branch cuts and
-ties is larger than a finite-difference step.
+names as new in this version of JAX. The arguments are not close to kinks, poles, branch cuts or
+ties.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`formula` is right or raises an error with a reason for each function of JAX and PyTorch.
 
-`formula` compares a formula with automatic differentiation before it returns it. If `formula`
-raises an error, the error must state a cause in f.
+`formula` compares a formula with automatic differentiation before returning the formula. If
+`formula` raises an error, the error must state a cause in f.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _faults(found):
 
 
 def _collected(outcomes):
-    """Return an outcome for each name, which is an error if any outcome of the name is an error."""
+    """Return one outcome for each name: an error if any outcome of the name is an error."""
     found = {}
     for name, said in outcomes:
         if said != "agrees" or name not in found:

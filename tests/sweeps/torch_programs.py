@@ -26,10 +26,10 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-# number of input and output entries; larger samples are used only if there is no smaller sample
+# number of input entries; larger samples are used only if there is no smaller sample
 _FEW = 600
 _MANY = 20_000
-_LARGE = 1e3  # Larger numbers leave too few digits for finite differences.
+_LARGE = 1e3  # Samples with larger inputs or gradients are selected last.
 _LOOKED_AT = 24  # Maximum number of samples of one operator.
 _SEED = 20
 
@@ -103,7 +103,7 @@ def _table(name: str) -> Any:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Restore that the flags of backends can be set, which PyTorch's test utilities disable."""
+    """Keep the backend flags writable although PyTorch's test utilities make them read-only."""
     import torch
 
     flags: Any = torch.backends.flags_frozen  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-    """Return f, its primals, whether f is random, and whether its values are moderate, or None."""
+    """Return (f, primals, is_random, is_moderate), or None if there is no differentiable tensor."""
     import torch
 
     from gradtools.torch import _upstream as upstream

@@ -29,7 +29,7 @@ def test_a_program_agrees_and_a_small_error_of_it_is_seen(gt, backend_name, name
 
 @pytest.fixture
 def alone(monkeypatch, backend_name):
-    """Return the arguments of `gradtools check` in one framework for a single program."""
+    """Remove all programs except ALONE; return the arguments of `gradtools check`."""
     for name in [name for name in PROGRAMS if name != ALONE]:
         monkeypatch.delitem(PROGRAMS, name)
     return ["check", "--backend", backend_name]

@@ -94,7 +94,7 @@ def test_the_rows_of_a_batch_are_compared_one_by_one(gt):
     assert not report.skipped
 
 
-# --- a block leaves the same state as one plain call
+# --- a `checked` block leaves the same state as one plain call
 
 
 def _random_streams(torch, gt, x, net):

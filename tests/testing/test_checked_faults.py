@@ -119,7 +119,7 @@ def test_a_derivative_of_the_frameworks_own_names_the_part(part, gt, backend_nam
 
 
 def native(backend: str, forward: Any, backward: Any, name: str) -> Any:
-    """Return a torch.autograd.Function or jax.custom_vjp of several arrays that saves them."""
+    """Return a torch.autograd.Function or a jax.custom_vjp function that saves its arguments."""
     if backend == "jax":
         import jax
 

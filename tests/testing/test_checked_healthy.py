@@ -1,7 +1,7 @@
 """`checked` raises no error for correct programs with edits, kinks or random draws.
 
 The first table contains programs for both frameworks, and each of the next tables for one
-framework. The last test runs the stories.
+framework. The last test runs the programs in test_jax.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ for _name, _way in _WAYS.items():
     both(_name, lambda gt, way=_way: way(gt, gt.asarray(X), lambda x: gt.xp.sin(x) * x))
 
 
-# --- intended differences from the derivative of the values
+# --- derivatives that deliberately differ from finite differences
 
 
 def _rule(gt: Any) -> Any:

@@ -1,4 +1,4 @@
-"""first_divergence names both lines of a planted bug, and none for correct ports."""
+"""first_divergence names the lines of a planted bug, and no lines for correct ports."""
 
 from __future__ import annotations
 

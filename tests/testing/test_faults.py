@@ -3,7 +3,7 @@
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
 one of its calls. The user must get the fault as an error, and the process state, the arguments and
 their `.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return
-the earlier result, so no cache is corrupted.
+the earlier result, which shows that no cache is corrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST = 6  # if f is called more often, only its first calls and its last call fa
 
 
 class Planted(Exception):
-    """The error that the user's function raises, whose class no framework handles."""
+    """An error that the user's function raises, of a class that no framework handles."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def outcome(use: Use, w: World) -> Any:
 def reaches(found: Any, planted: BaseException) -> bool:
     """Return whether the user gets the fault as the same error or as text in another error.
 
-    `measure` reports the fault in a note about the missing derivative.
+    The text of a result that is not an error, such as a report, may also contain the fault.
     """
     if isinstance(planted, KeyboardInterrupt):
         return isinstance(found, KeyboardInterrupt)

@@ -1,8 +1,8 @@
-"""Every operator supports arrays with NaN, infinite or large entries, and views of arrays.
+"""Tests of every operator with NaN, infinite or large entries, and with empty arrays.
 
-Values: one entry is NaN, infinite, very large or very small, and all other entries of the result
-must be bitwise unchanged. Layouts: a view must have the same result as its copy, and the memory
-behind the view must not change. Unsupported cases must raise the errors listed here.
+If one entry is NaN, infinite, very large or very small, all other entries of the result must be
+bitwise unchanged. Operators that do not split a batch must return an array of the same shape for an
+empty or zero-dimensional array.
 """
 
 from __future__ import annotations

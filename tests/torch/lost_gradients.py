@@ -1,4 +1,4 @@
-"""PyTorch functions that lose gradients, with kind and line of the loss, and healthy functions."""
+"""PyTorch functions that lose gradients, with the kinds and lines of causes; healthy functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 
 
-# --- causes in the line of the loss itself ----------------------------------------------------
+# --- functions of one line --------------------------------------------------------------------
 
 ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     "detached": {

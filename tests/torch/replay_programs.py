@@ -300,7 +300,7 @@ for _name in ("weight_norm", "spectral_norm"):
         ),
     )
 
-# --- state in holders of every kind ---------------------------------------------------------
+# --- state in objects of every kind ---------------------------------------------------------
 
 
 def _counts_in_a_list(w: Any) -> Any:
@@ -321,7 +321,7 @@ program("f's result depends on the clock", REPLAYED, REFUSED)(
 
 
 class Counting(nn.Module):
-    """A module whose parts store state, which changes in each call.
+    """A module with buffers and attributes whose state changes in each call.
 
     tick: A function that changes the state and returns a factor.
     """
@@ -547,7 +547,7 @@ program("a recomputed chunk has the same values but no path to a weight", TRAINE
 
 
 class Codebook(nn.Module):
-    """A codebook that resamples codes whose moving average of uses is small."""
+    """A codebook that replaces rarely selected codes by random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

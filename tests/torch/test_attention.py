@@ -62,7 +62,7 @@ def _of_gradient(taken):
 
 
 def _along(f):
-    """Return a function of three factors that calls f with its arguments scaled by the factors."""
+    """Return a function of three factors that applies f to the scaled arrays in X."""
     return lambda s: f(*[s[i] * x for i, x in enumerate(X)])
 
 

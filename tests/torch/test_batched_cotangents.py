@@ -99,7 +99,7 @@ def jacobians(f):
     return [*results, *grads]
 
 
-# gradient edits do not support forward mode
+# clip_gradient does not support forward mode
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "a clip"])
 def test_rows_by_jacobian(program):
     torch.testing.assert_close(jacobians(PROGRAMS[program]()), jacobians(cubic))

@@ -113,7 +113,7 @@ def tangent(f, x):
 
 
 # The maximum number of Python calls for each quantity and kind of rule. A plain Function makes two
-# calls, and one in the backward pass.
+# calls in the forward pass and one in the backward pass.
 
 TAKES = {
     value: {"vjp": 3, "jvp": 3, "both": 3},
@@ -186,7 +186,7 @@ def test_residuals_saved_for_the_first_time_draw_the_same_numbers_at_second_orde
     torch.testing.assert_close(*second)
 
 
-# --- maps without a graph --------------------------------------------------------------------
+# --- linear maps without a graph -------------------------------------------------------------
 
 
 def gradient_in_eager(f):

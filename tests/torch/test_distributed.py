@@ -135,7 +135,7 @@ def usual_gather(rank, world):
 
 @check
 def looped(rank, world):
-    """Compare chunks with dropout and batch norm, without reductions, with the plain loop."""
+    """Compare `chunked` in DDP with a plain loop over chunks, also in the number of reductions."""
     found = []
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (

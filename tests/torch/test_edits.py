@@ -1,4 +1,4 @@
-"""Tests of gradient edits for PyTorch only: backward(), hooks, graph breaks, functional calls."""
+"""Tests of gradient edits for PyTorch only: compiled code, in-place writes and checkpoints."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_edit_without_gradients_gives_no_leaf_that_requires_them(name, mode):
 
 
 def test_a_checkpoint_computes_an_edit_again_where_another_mode_looks_on():
-    """The checkpoint counts saved tensors, so both implementations of an edit must save none."""
+    """The checkpoint counts saved tensors, so no implementation of an edit may save a tensor."""
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     f = lambda x: gt.reverse_gradient(x.sin(), 2.0) ** 2
     with torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""Faults for PyTorch only: unusual tensors, hooks that raise, modes, and the meta device."""
+"""Faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
             assert_same(found, expected)
 
 
-# Errors that PyTorch itself raises for a captured inference tensor or the primal of a dual tensor.
+# Errors that PyTorch itself raises for captured tensors created in inference mode.
 REFUSED = {
     (
         "microbatched_value_and_grad",
@@ -95,7 +95,7 @@ REFUSED = {
 }
 
 
-# --- hooks that raise, and modes around the call -------------------------------------------
+# --- modes around the call -----------------------------------------------------------------
 
 
 class Flag:

@@ -1,4 +1,4 @@
-"""`frozen(module)` is a module: state_dict, `to`, printing and pickling work."""
+"""`frozen(module)` is a module: its parameters, `state_dict`, `to` and printing work."""
 
 from __future__ import annotations
 

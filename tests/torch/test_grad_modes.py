@@ -167,7 +167,7 @@ def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad(
 
 @pytest.mark.parametrize("depth", [3, 30])
 def test_inside_of_hooks_a_pushforward_without_a_graph_saves_nothing_of_the_network(depth):
-    """The hooks drop tangents, so they must not process values of G or of the gradient in G."""
+    """The saved-tensor hooks drop tangents, so values inside of G must not be saved."""
     saved: list[int] = []
     f = lambda y, g: (y * g).sin().sum()
 

@@ -122,7 +122,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def errors(kind: str, way: str, precision: str) -> list[float]:
-    """Return the errors of the gradients in two training steps, relative to the gradient norm."""
+    """Return the error of the gradient in each step, relative to the expected gradient's norm."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = Velocity(kind, way).to(dtype)
     data = batch(dtype)

@@ -47,7 +47,7 @@ def attributes():
 
 
 def run_everything():
-    """Use every public operator once, then second derivatives through layers of several kinds."""
+    """Run every public operator once, then compute second derivatives through several layers."""
     x = torch.tensor(POINT)
     for use in USES:
         if "torch" in use.backends:
@@ -136,7 +136,7 @@ Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
 def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
-    """The first thread exits first, although the second has saved the first thread's stance."""
+    """The first thread leaves `as_written` before the second, which saved the first stance."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     first_entered, second_entered = threading.Event(), threading.Event()
 

@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """Return the report of other_device.py, which is a subprocess in which the device exists."""
+    """Run other_device.py in a subprocess, which registers the device, and return its report."""
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "other_device.py")], check=False,
         capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -1,4 +1,4 @@
-"""If a rule draws random numbers, its derivatives use the numbers of the returned value.
+"""Derivatives of a rule that draws random numbers use the draws of the returned value.
 
 The rule may run a second time, for a tangent or a second derivative, and must draw the same
 numbers.
@@ -44,13 +44,13 @@ def value_and_linearized(f, x):
     return y, pushforward(ONES)
 
 
-FIRST = {  # value noise x**2 and derivative 2 noise x
+FIRST = {  # the value is noise * x**2 and the derivative is 2 * noise * x
     "vjp": value_and_vjp,
     "linearize": value_and_linearized,
     "jvp": lambda f, x: gt.jvp(f, (x,), (ONES,)),
     "torch's jvp": lambda f, x: torch.func.jvp(f, (x,), (ONES,)),
 }
-SECOND = {  # derivatives 2 noise x and 2 noise
+SECOND = {  # the derivatives are 2 * noise * x and 2 * noise
     "jvp of grad": lambda f, x: gt.jvp(gt.grad(lambda x: f(x).sum()), (x,), (ONES,)),
     "hvp": lambda f, x: [y[0] for y in gt.hvp(lambda x: f(x).sum(), (x,), (ONES,))],
     "torch's jvp of grad": lambda f, x: torch.func.jvp(

@@ -159,7 +159,7 @@ def test_nested_in_itself_thirty_deep():
 
 
 def test_no_lock_is_held_while_f_runs():
-    """f acquires a lock that another thread may own during the backward pass of that thread."""
+    """f acquires a lock that another thread may hold during its own backward pass."""
     lock, net, x = threading.RLock(), nn.Linear(3, 1).double(), _numbers(4, 3)
 
     def f(x):

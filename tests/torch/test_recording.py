@@ -267,7 +267,7 @@ SHARED = {
 
 
 def _reached_in(graph):
-    """Return whether the output is constant in the argument, and whether it is differentiable."""
+    """Return whether the output ignores the argument, and whether the output is differentiable."""
     return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
 
 

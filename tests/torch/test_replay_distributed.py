@@ -37,7 +37,7 @@ def encoder(*more: nn.Module) -> nn.Sequential:
 
 
 class Towers(nn.Module):
-    """A module that encodes two batches by one encoder and returns their loss."""
+    """A module that encodes two batches with one encoder and returns their loss."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ CASES = [(wrapper, operator) for wrapper in WRAPPERS for operator in (*OPERATORS
 
 
 def trained(rank: int, model: Any, wrap: Any, layers: Any, encode: Any) -> list[torch.Tensor]:
-    """Return gradients and buffers after two training steps."""
+    """Return the losses, gradients, buffers and random state of two training steps."""
     whole = wrap(model(encode, encoder(*(layer() for layer in layers))))
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     torch.manual_seed(rank)

@@ -29,7 +29,7 @@ seed_numpy, numpy_state, put_numpy_state = np.random.seed, np.random.get_state, 
 
 @cache
 def _warmed() -> None:
-    """Trigger PyTorch's one-time changes of the process, such as the warning filters of dynamo."""
+    """Trigger changes that PyTorch makes once per process, such as dynamo's warning filters."""
     torch.compile(lambda x: torch.distributions.Normal(x, 1.0).mean, backend="eager")(torch.ones(1))
     torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1)).sum().backward()
 
@@ -101,7 +101,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def cases() -> Iterator[Any]:
-    """Yield all programs with their operators, and alternate chunk sizes and verify modes."""
+    """Yield each program with each of its operators, with varying chunk sizes and verify modes."""
     for number, program in enumerate(PROGRAMS.values()):
         for kind in program.known["kinds"]:
             size, verify = ((2, "first"), (4, "first"), (2, True))[number % 3]

@@ -1,4 +1,4 @@
-"""Tests of workarounds for upstream bugs in rules, and of PyTorch's own checks."""
+"""Tests of workarounds for upstream bugs in rules, and of rules that contain derivatives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
 
 
 def test_a_rule_is_not_dropped_by_compiled_torch_func():
-    """torch#193279, torch#192985: the derivative of the rule is not the derivative of its value."""
+    """torch#193279, torch#192985: without the rule, the compiled gradient would be positive."""
     x = torch.tensor(2.0)
     f = lambda x: gt.reverse_gradient(x, 0.5) ** 2
     torch._dynamo.reset()

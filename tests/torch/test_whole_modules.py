@@ -208,7 +208,7 @@ AT_A_MODULE = {
 
 
 class AtItself:
-    """Call `f` with the module."""
+    """A callable that returns `f` unchanged, as a function of the module."""
 
     def __init__(self, net):
         self.ones = directions(net)
@@ -218,7 +218,7 @@ class AtItself:
 
 
 class AtItsParameters(AtItself):
-    """Call `f` with a dict of the parameters that require grad."""
+    """A callable that returns `f` as a function of a dict of the parameters that require grad."""
 
     def __init__(self, net):
         super().__init__(net)

@@ -113,7 +113,7 @@ def test_an_f_that_leaves_through_numpy_is_told_so():
     assert isinstance(error, GradtoolsError) and "leaves PyTorch by numpy()" in str(error)
 
 
-# functions of (w, x) that PyTorch's vmap rejects in the given words, and that run on one example
+# by part of the error message: functions of (w, x) that run on one example but not under vmap
 UNMAPPED = {
     "is not possible because there exists": lambda w, x: (
         torch.zeros(3, dtype=x.dtype).scatter_(0, torch.tensor([1]), x[:1]) * w
@@ -145,7 +145,7 @@ def test_an_operation_that_vmap_rejects_is_told_the_plain_loop(words):
 
 
 class Scatters(torch.autograd.Function):
-    """The square, whose backward pass writes in place into a new tensor."""
+    """A Function for x^2 whose backward pass writes in place into a new tensor."""
 
     @staticmethod
     def forward(ctx, x):

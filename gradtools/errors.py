@@ -19,10 +19,6 @@ class DisconnectedInputError(GradtoolsError):
     """Raised if no differentiable path connects a differentiated argument to the output."""
 
 
-class LostDerivativeError(GradtoolsError):
-    """Custom code in f returned a gradient that autograd cannot differentiate again."""
-
-
 class DerivativeError(GradtoolsError, AssertionError):
     """Raised by `gradtools.testing.checked` if a derivative differs from finite differences."""
 

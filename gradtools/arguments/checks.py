@@ -22,7 +22,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
     """
     if callable(f):
         return
-    plain = isinstance(f, (str, int, float, complex, None))
+    plain = isinstance(f, (str, int, float, complex, type(None)))
     came = repr(f) if plain else with_article(type(f).__name__)
     call = f": {caller}({name})(x)" if curried else ""
     hint = f" Pass the function, not its result{call}." if hasattr(f, "dtype") else ""

@@ -50,7 +50,7 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
         return bool(verify)
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
-        "pass for each shape and dtype of the arguments), True (in every pass) or False (never)."
+        "pass), True (in every pass) or False (never)."
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradtools.arguments.checks import check_function
 from gradtools.code_origin import definition_of
-from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError, Refusal
+from gradtools.errors import GradtoolsError, MissingRuleError, Refusal
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.report import largest, widened
 
@@ -203,8 +203,6 @@ class Probe(FlatFunction):
 
 def no_such_mode(error: Exception) -> bool:
     """Returns whether an error means that f lacks a mode, rather than that a rule is wrong."""
-    if isinstance(error, LostDerivativeError):
-        return False
     if isinstance(error, NotImplementedError | MissingRuleError):
         return True
     expected = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)

@@ -212,8 +212,8 @@ class ChunkFunction:
         """Returns the leaves of f's output, and of the new carry.
 
         Args:
-            number: The index of the chunk, or of another chunk of equal structure.
-            index: The chunk's index, which may be traced.
+            number: The index of this chunk, or of another chunk with the same structure, as an int.
+            index: The index of this chunk, which may be a traced array.
             pieces: The chunk's slices of `splits`, then of `lists`.
             shared: The leaves that all chunks share.
             carry: The carry from the previous chunk.

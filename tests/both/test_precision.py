@@ -70,7 +70,7 @@ def test_an_operator_that_evaluates_again_reads_any_setting(state, operator):
     assert settings() == before
 
 
-@pytest.mark.skipif(not NEWER, reason="the setting of oneDNN is from PyTorch 2.9 on")
+@pytest.mark.skipif(not NEWER, reason="the precision of oneDNN can be set in PyTorch 2.9 and later")
 def test_the_checks_compare_at_the_highest_precision():
     seen, matmul, args = [], torch.backends.mkldnn.matmul, (np.ones(2),)
 

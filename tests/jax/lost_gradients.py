@@ -1,4 +1,4 @@
-"""JAX functions that lose gradients, with kinds and lines of the causes, and healthy functions."""
+"""JAX functions that lose gradients, with each cause's kind and line, and correct functions."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ PICTURES = (
         "square",
         "Square: an input is saved",
         "The backward pass reads the saved input `a` and can be differentiated with respect to "
-        "`a`. The program saves {kept} new bytes.",
+        "`a`. The program saves {kept} bytes in addition to its arguments.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -258,7 +258,8 @@ PICTURES = (
         "transformer_block",
         "A transformer block",
         "The graph has {operations} operations, and blocks are modules. The residual connections "
-        "bypass `self_attn` and the linear layers. The program saves {kept} new bytes.",
+        "bypass `self_attn` and the linear layers. The program saves {kept} bytes in "
+        "addition to its arguments.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -276,8 +277,8 @@ PICTURES = (
         "wgan_gp",
         "The gradient penalty of WGAN-GP",
         "The loss contains a gradient, so its forward pass contains an inner backward pass. The "
-        "outer backward pass adds both gradients of the weights. The program saves {kept} new "
-        "bytes.",
+        "outer backward pass adds the gradients from both uses of the weights. The program saves "
+        "{kept} bytes in addition to its arguments.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),
@@ -286,7 +287,7 @@ PICTURES = (
         "chunked_loss",
         "A chunked loss",
         "The encoder saves no activations: no dashed edge starts at its `tanh`, and the backward "
-        "pass runs `matmul` and `tanh` of each chunk again. The {kept} new bytes are the "
+        "pass runs `matmul` and `tanh` of each chunk again. The {kept} saved bytes are the "
         "embeddings.",
         contrastive,
         (_drawn(3, 2), _drawn(4, 3, seed=1)),
@@ -295,7 +296,7 @@ PICTURES = (
         "frozen_network",
         "A second derivative through a frozen network",
         "The loss is a function of the derivative of y² G(z). Double backward would keep two "
-        "graphs of G. With `frozen`, {kept} new bytes are saved, and the backward pass runs G in "
+        "graphs of G. With `frozen`, {kept} bytes are saved, and the backward pass runs G in "
         "forward over reverse mode.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),

@@ -57,7 +57,7 @@ PICTURES = (
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
         "The inner `jax.grad` is traced into the forward pass, which gives {operations} operations "
-        "in total. The program saves {kept} new bytes.",
+        "in total. The program saves {kept} bytes in addition to its arguments.",
         penalty,
         (_PARAMS, _X),
         gt=gt,

@@ -545,7 +545,7 @@ for _name, *_rest in (
 # --- names without a derivative ----------------------------------------------------------
 
 _NOT_HERE = {
-    "compositions of functions in other cases": {
+    "compositions of functions that other cases test": {
         "lax": "approx_min_k batch_matmul broadcast_like broadcast_to_rank collapse conv "
         "conv_with_general_padding dce_sink dynamic_index_in_dim dynamic_slice_in_dim "
         "dynamic_update_index_in_dim dynamic_update_slice_in_dim full full_like "

@@ -1,8 +1,9 @@
 """The sweep over all differentiable operations of PyTorch, and tests that it detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
-tables. For each operator in `op_db`, one third of the quick operators of gradtools run, in turn.
-The mark `sweep` selects the whole sweep, with all operators, more samples and in-place variants.
+tables. Each entry of `op_db` is tested with one third of gradtools' quick operators, which rotates
+from entry to entry. The mark `sweep` selects the whole sweep, with all operators, more samples and
+in-place variants.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def entries(
 
 
 def operator_tables(name: str) -> Any:
-    """Import a module with tables of PyTorch's own tests (OpInfo), which needs their packages."""
+    """Import a module of PyTorch's OpInfo tables, which imports the packages of PyTorch's tests."""
     return import_module(f"torch.testing._internal.{name}")
 
 

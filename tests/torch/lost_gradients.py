@@ -1,4 +1,4 @@
-"""PyTorch functions that lose gradients, with the kinds and lines of causes; healthy functions."""
+"""PyTorch functions that lose gradients, with the kind of each cause, and correct functions."""
 
 from __future__ import annotations
 

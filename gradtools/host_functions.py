@@ -182,7 +182,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         for a, d in zip(args, [*defaults, *([ARRAY] * len(args))], strict=False)
     )
     if not alone or host.bwd is not None or host.jvp is not None:
-        given = "has a rule as well" if alone else "is called with other arguments"
+        given = "also has a rule" if alone else "was called with other arguments"
         raise GradtoolsError(
             f"host function {host.__name__!r} has an adjoint, so it is linear in its arguments, "
             f"which are floating or complex arrays, and needs no rule; but it {given}. Bind other "

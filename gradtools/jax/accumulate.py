@@ -54,7 +54,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                 if p.shape == g.shape
                 else "Reduce the gradient over the batch, or check which parameter it belongs to."
             )
-            refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as the buffer", fix)
+            refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, like the buffer", fix)
         new.append(p + g if add else copied(g))
     return trees.unflatten(trees.flatten(target)[1], new)
 

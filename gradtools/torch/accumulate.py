@@ -312,7 +312,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         fix = f"Move the gradient with .to({str(p.device)!r})."
     if g.shape != p.shape:
         fix = "Reduce the gradient over the batch first, or check which parameter it belongs to."
-    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
+    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, like the parameter"
     refuse(caller, f"grads{path} is {spec_in_words(spec(g))}", expected, fix)
 
 

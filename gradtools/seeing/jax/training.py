@@ -37,7 +37,7 @@ def lifted(
             "pytree of the arrays that f reads."
         )
     if not callable(f):
-        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}; expected a loss.")
+        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}, not a function.")
     whole = opened(caller, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args

@@ -527,7 +527,7 @@ class DerivativeCheck:
             of = lambda xs, v, k=k, on=finite: np.where(on, widened(self.at(mode, xs, v)[k]), 0)
             terms = abs(_SCALE) * largest(of(self.xs, a)) + largest(of(self.xs, b))
             both = lambda xs, of=of: (of(xs, joined), _SCALE * of(xs, a) + of(xs, b))
-            name = f"{self.label(mode)} of a sum of {what}s | the sum of both"
+            name = f"{self.label(mode)} of a sum of {what}s | the sum of the results"
             self.equal(name, path, both, terms, f"not linear in the {what}")
 
     def second_order(self) -> None:

@@ -81,7 +81,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
         *("mymodule:loss --shapes 3x4,3 --order 2", (*_OF_FUNCTION, "--order")),
     ),
 }
-_STATUS = "Exit status 0 for success, 1 if a check fails, 2 if it could not be run."
+_STATUS = "The exit status is 0 for success, 1 if a check fails, 2 if it cannot run."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

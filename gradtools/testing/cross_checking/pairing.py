@@ -65,7 +65,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
             f"{caller}: a mapping pairs the parameters of two models; there are none in "
             f"{' and '.join(side.name for side in without)}."
         )
-    constants = "parameter{} of the {} model {} no counterpart: constant"
+    constants = "parameter{} of the {} model {} no counterpart: not differentiated"
     if without:
         for side in (first, second):
             side.constant.update(side.params)

@@ -289,7 +289,7 @@ def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
 
 def _differs(result: Agreement) -> str:
     """Returns the error message for a formula that differs from automatic differentiation."""
-    return f"formula: {result}; the formula is not shown. Please report the function"
+    return f"formula: {result}; the formula is not shown. Please report the function."
 
 
 def compared(

@@ -201,7 +201,7 @@ class DerivativeCheck:
         for what, entries in self._undecided.items():
             rest = "these entries are not checked"
             if both and " over " not in what:  # at first order
-                rest = "these entries are only compared between forward and reverse mode"
+                rest = "for these entries, forward mode is only compared with reverse mode"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "

@@ -283,7 +283,7 @@ class RuleCheck(DerivativeCheck):
             if not c.agrees and c.order == 2:
                 inner = "reverse" if " over reverse" in c.quantity else "forward"
                 part = self.own.get(inner) or next(iter(self.own.values()), "the kernel")
-                detail = f"Look at the derivative of {part} itself. {c.detail}"
+                detail = f"Check the derivative of {part}. {c.detail}"
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:

@@ -32,7 +32,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     """Raises an error if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
-            f"{caller}: axis_name is an argument for JAX; in PyTorch pass group or nothing."
+            f"{caller}: axis_name is an argument for JAX; in PyTorch pass group, or omit it."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(

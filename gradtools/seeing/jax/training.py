@@ -114,8 +114,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             ) from error
     else:
         raise GradtoolsError(
-            f"{caller}: optimizer is {with_article(type(optimizer).__name__)}; expected a "
-            "transformation of optax or an nnx.Optimizer."
+            f"{caller}: optimizer is {with_article(type(optimizer).__name__)}; expected an "
+            "optax.GradientTransformation or an nnx.Optimizer."
         )
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)

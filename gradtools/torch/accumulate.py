@@ -168,7 +168,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     check_group(_MEAN, axis_name, group)
     if upstream.peek_interpreter_stack() is not None:
         raise GradtoolsError(
-            f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
+            f"{_MEAN}: a torch.func transform cannot contain a sum over processes. Use "
             "mean() inside, and add its result to an accumulator outside."
         )
     layout = [] if own is None else [*zip(own.paths, map(_described, own.totals), strict=True)]

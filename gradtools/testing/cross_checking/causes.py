@@ -236,7 +236,7 @@ class Causes:
         """Describes the relation of the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
-            words = "One side reduces, uses keepdims, or broadcasts (n, 1) against (n,)."
+            words = "Does one side reduce, use keepdims, or broadcast (n, 1) against (n,)?"
             return related(a, b, near=near) or Relation("another shape", words)
         for x, y, mine, other in ((a, b, *self.names), (b, a, *self.names[::-1])):
             if (np.isnan(x) & ~np.isnan(y)).any():

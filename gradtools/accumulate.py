@@ -329,8 +329,8 @@ class GradientAccumulator:
                 x = self._backend.cast(x, name)
                 if self._name(x) != name:
                     raise GradtoolsError(
-                        f"GradientAccumulator.add: grads{path} must be added in {name}, but the "
-                        f"backend gives {self._name(x)}. Enable 64-bit numbers first (in JAX: "
+                        f"GradientAccumulator.add: grads{path} must be added in {name}, but is "
+                        f"{self._name(x)} after the cast. Enable 64-bit numbers first (in JAX: "
                         "jax_enable_x64), or pass a smaller dtype."
                     )
             cast.append(x)

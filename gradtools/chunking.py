@@ -379,8 +379,8 @@ class _Microbatches:
             if given[i].axes is not None:
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: argument {i} is differentiated, so all chunks "
-                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
-                    "the batch itself use chunked."
+                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients "
+                    "with respect to the batch use chunked."
                 )
         return Batch(backend, _MICROBATCHED, every, lists=True)
 
@@ -405,14 +405,14 @@ class _Microbatches:
             if not good or (mean and not backend.is_inexact(x)):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected an array of "
-                    "floating-point numbers, which is reduced over chunks like the loss. Counts "
-                    "are summed with reduction='sum'; pass other state on by carry_argnums."
+                    "floating-point numbers, which is reduced over chunks like the loss. Use "
+                    "reduction='sum' for counts, and carry_argnums for other state."
                 )
             if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
                     f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss. "
-                    "To join outputs of each example, use chunked."
+                    "To concatenate the outputs of the examples, use chunked."
                 )
             arrays.append(x)
         known[:] = treedef, [tuple(x.shape) for x in arrays]

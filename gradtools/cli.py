@@ -28,7 +28,7 @@ def _positions(text: str) -> list[int]:
 
 def _not_negative(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a nonnegative integer, got {text!r}")
     return int(text)
 
 
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--args": {"metavar": "FILE", "help": "a .npz file (its arrays, in order) or a .npy file"},
     "--shapes": {"help": 'random arguments: "3x4,5:float32,()"'},
     "--seed": {"type": _not_negative, "default": 0, "metavar": "N", "help": "the random seed"},
-    "--backend": {"choices": ("torch", "jax"), "help": "default: the import of FUNCTION's module"},
+    "--backend": {"choices": ("torch", "jax"), "help": "default: FUNCTION's framework"},
     "--on": {"choices": ("both", "torch", "jax"), "default": "both", "dest": "backend"},
     "--argnums": {"type": _positions, "default": [0], "help": "positions: 0,2 (default: 0)"},
     "--order": {"type": int, "choices": (0, 1, 2), "default": 1, "help": "order of derivatives"},
@@ -81,7 +81,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
         *("mymodule:loss --shapes 3x4,3 --order 2", (*_OF_FUNCTION, "--order")),
     ),
 }
-_STATUS = "Exit status 0 for success, 1 if a check fails, 2 if it could not be run."
+_STATUS = "The exit status is 0 for success, 1 if a check fails, 2 if it cannot run."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

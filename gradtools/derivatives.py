@@ -589,9 +589,9 @@ def derivative_function(
 WHAT = {
     "grad": "Gradient of {}",
     "value_and_grad": "Value and gradient of {}",
-    "minimax_value_and_grad": "Value of {} and gradients of the players",
+    "minimax_value_and_grad": "Value of {} and the gradient for each player",
     "per_example_grad": "Gradients of {} for each example",
     "jacobian": "Jacobian of {}",
     "hessian": "Hessian of {}",
-    "retained_gradients": "Value and gradient of {}, and gradients at its marked values",
+    "retained_gradients": "Value and gradient of {}, and gradients for its marked values",
 }

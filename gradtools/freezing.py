@@ -42,10 +42,9 @@ def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
     """
     fun = name_of_function(caller)
     return GradtoolsError(
-        f"{caller}: {fun} contains {edit}, which has a reverse rule only, and a second derivative "
-        f"along the arguments of {fun} is needed, which is computed separately from the derivative "
-        f"with respect to its output. Edit gradients outside of {fun}, or "
-        f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
+        f"{caller}: {fun} contains {edit}, which has a reverse rule only, so the second derivative "
+        f"with respect to the arguments of {fun} is not available. Edit gradients outside of "
+        f"{fun}, or {'call G without frozen' if fun == 'G' else 'leave out the mode'}."
     )
 
 

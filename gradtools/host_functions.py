@@ -182,11 +182,11 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         for a, d in zip(args, [*defaults, *([ARRAY] * len(args))], strict=False)
     )
     if not alone or host.bwd is not None or host.jvp is not None:
-        given = "has a rule as well" if alone else "is called with other arguments"
+        given = "was called with other arguments. Bind these with functools.partial"
+        given = "also has a rule. Leave out the rule or the adjoint" if alone else given
         raise GradtoolsError(
             f"host function {host.__name__!r} has an adjoint, so it is linear in its arguments, "
-            f"which are floating or complex arrays, and needs no rule; but it {given}. Bind other "
-            "arguments with functools.partial."
+            f"which are floating or complex arrays, and needs no rule; but it {given}."
         )
 
     def linearize(*xs: Array) -> Linearized:

@@ -413,7 +413,7 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape, declared: bool) -> str:
         if not declared:
             fix = " adjoint must return a cotangent like the kernel's argument."
         elif not batch and y.shape == shape:
-            fix = f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or declare {own}."
+            fix = f" No result is cast: return y.astype({carrier(spec.dtype)!r}), or declare {own}."
         elif not batch:
             fix = f" Declare the result: {own}, or a function of the arguments' ArraySpecs."
         return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{fix}"

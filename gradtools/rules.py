@@ -145,8 +145,8 @@ class Rule:
         _BY_KEY[self.key] = self
         if self.tangent is None and self.cotangent is None and self.linearize is None:
             raise GradtoolsError(
-                f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
-                "pass at least one map; the other is derived by transposition."
+                f"rule {self.name!r}: neither a tangent nor a cotangent map was given. "
+                "Pass at least one map; the other is derived by transposition."
             )
 
     def __repr__(self) -> str:

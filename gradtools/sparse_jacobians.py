@@ -129,7 +129,7 @@ def _verified(
 
 def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:
     if len(leaves) != 1 or call.backend.is_complex(leaves[0]) or call.opened is not None:
-        came = "complex, or a module" if len(leaves) == 1 else f"{len(leaves)} arrays"
+        came = "complex or a module" if len(leaves) == 1 else f"{len(leaves)} arrays"
         raise GradtoolsError(
             f"{call.caller}: with sparsity f must take and return one real array; {what} is "
             f"{came}. Concatenate the arrays, or leave sparsity out."

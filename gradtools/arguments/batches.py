@@ -103,8 +103,8 @@ class Batch:
                 except (ValueError, TypeError) as error:
                     raise GradtoolsError(
                         f"{self.caller}: in_axes[{argument.key!r}] is {argument.axes!r}; expected "
-                        f"an integer, None, or a tree of these values like {argument.name}, "
-                        f"{in_words(treedef)}."
+                        "an integer, None, or a tree of these values with the structure of "
+                        f"{argument.name}, {in_words(treedef)}."
                     ) from error
             axes = [  # non-negative if the leaf has that axis
                 axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
@@ -125,7 +125,7 @@ class Batch:
                 if flat.argument.axes not in (0, -1):
                     raise GradtoolsError(
                         f"{self.caller}: {flat.argument.name} is a list of examples, which has "
-                        f"only the axis 0; in_axes is {flat.argument.axes}."
+                        f"only the axis 0; in_axes is {flat.argument.axes}, expected 0."
                     )
                 places.setdefault(len(flat.argument.value), []).append((flat, None))
             for leaf in flat.leaves:

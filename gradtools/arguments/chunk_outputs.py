@@ -133,10 +133,10 @@ class Outputs:
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
         if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
             came = "the number of the chunk's examples" if counts else repr(leaf)
-            came = came if same else f"{leaf!r} at chunk {number} and {known!r} before"
+            came = came if same else f"{leaf!r} for chunk {number} and {known!r} for the first"
             raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; a non-array must "
-                "be a constant, the same for all chunks. Return an array with an entry for each "
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; a non-array "
+                "output must be the same for all chunks. Return an array with an entry for each "
                 "example, or wrap f and omit this output."
             )
 

@@ -96,7 +96,7 @@ class Partition:
             raise GradtoolsError(
                 f"{caller}: the batch has the symbolic size {self.size}, which cannot be cut into "
                 f"{'interleaved' if self.interleaved else 'equal'} chunks of {self.chunk_size}. "
-                f"Export a multiple, such as '{self.chunk_size}*n' in jax.export.symbolic_shape"
+                f"Make it a multiple, such as '{self.chunk_size}*n' in jax.export.symbolic_shape"
                 f"{', without interleaved=True' if self.interleaved else ''}."
             )
         return self
@@ -273,8 +273,8 @@ class ChunkFunction:
         if self.outputs.caller == "chunked" or not shared:
             return ""
         return (
-            f" All chunks share {', '.join(shared)} (in_axes=None), as they do each argument in "
-            "argnums. argnums selects the parameters or the module, not the batch."
+            f" All chunks share {', '.join(shared)} (in_axes=None) and every argument in argnums. "
+            "argnums selects the parameters or the module, not the batch."
         )
 
 
@@ -296,6 +296,6 @@ def progress_bar(count: int, unit: str = "chunk") -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        raise GradtoolsError("progress=True needs the package tqdm; pip install tqdm.") from error
+        raise GradtoolsError("progress=True needs tqdm. Fix: pip install tqdm.") from error
     is_seen = "ipykernel" in sys.modules or sys.stderr.isatty()
     return tqdm(total=count, unit=unit, leave=False, disable=not is_seen)

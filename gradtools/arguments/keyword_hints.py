@@ -14,7 +14,7 @@ from typing import Any
 from gradtools.errors import TypeRefusal
 
 _STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
-_WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
+_WHOLE = "call checkpoint only on the parts to recompute, because it recomputes all of f"
 _NESTS = "omit the keyword; derivatives nest, and results have a graph if the inputs require grad"
 _COMPLEX = (
     "omit the keyword; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
@@ -33,8 +33,8 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "retain_graph": "omit the keyword; the pullback of vjp may be called many times",
     "allow_unused": 'write disconnected_inputs="zeros"',
     "materialize_grads": 'write disconnected_inputs="zeros"',
-    "vectorize": "omit the keyword; chunk_size= limits the passes that run at once",
-    "strict": 'grad and value_and_grad take disconnected_inputs="strict"',
+    "vectorize": "omit the keyword; chunk_size= limits the passes that run together",
+    "strict": 'use grad or value_and_grad with disconnected_inputs="strict"',
     "in_dims": "write in_axes=",
     "out_dims": "write out_axes=",
     "randomness": "omit the keyword; each example draws its own numbers",
@@ -46,7 +46,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "chunks": "write chunk_size=, the number of examples in a chunk",
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
-    "verify": "omit the keyword; nothing is recomputed",
+    "verify": "omit the keyword; this operator recomputes nothing",
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
     "vmap_method": "write vectorized=True, or omit the keyword to call the kernel once per example",
 }

@@ -43,7 +43,7 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 def type_in_words(x: Any) -> str:
     """Formats the type of x with an article and the module; if x is a class, formats its name."""
     if isinstance(x, type):
-        return f"the class {x.__qualname__}, expected an instance"
+        return f"the class {x.__qualname__}, not an instance"
     kind = type(x)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return with_article(f"{module}{kind.__qualname__}")

@@ -81,7 +81,7 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     if isinstance(f, torch.nn.Module):
         return module_to_jax(_TORCH, f, out, train)
     if train is not None:
-        raise GradtoolsError("to_jax: train applies to modules, but f is a function.")
+        raise GradtoolsError("to_jax: f is a function; pass train= for a module only.")
     if isinstance(f, Bridged) and isinstance(f.guest, JaxGuest):
         return f.fun
     return Bridged(_TORCH, f, out)
@@ -134,7 +134,7 @@ def to_torch(
     if is_jax_model(f):
         return model_to_torch(guest, f, variables, out)
     if variables is not None:
-        raise GradtoolsError("to_torch: variables apply to models, but f is a function.")
+        raise GradtoolsError("to_torch: f is a function; pass variables= for a model only.")
     if isinstance(f, Bridged) and isinstance(f.guest, TorchGuest):
         return f.fun
     return Bridged(guest, f, out)

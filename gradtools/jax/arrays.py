@@ -43,7 +43,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
         cast = array.astype(dtype)
         if array.dtype.kind in "iu" and not np.array_equal(cast, array):
             name = np.dtype(dtype).name
-            raise GradtoolsError(f"asarray: an integer here does not fit into {name}.")
+            raise GradtoolsError(f"asarray: x contains an integer that does not fit into {name}.")
         return jnp.array(cast, copy=True)
     except TypeError as error:
         raise _too_wide(dtype, array.shape) from error

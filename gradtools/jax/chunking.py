@@ -294,7 +294,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         users = k < len(chunks.carry)
         name = f"carry for {chunks.carry_names[k]}" if users else "state of a flax.nnx module"
         fix = "Reshape the new value" if new.shape != old.shape else "Return new.astype(old.dtype)"
-        fix += ", or pass a first carry like the new value." if users else "."
+        fix += ", or pass a first carry with the new shape and dtype." if users else "."
         raise GradtoolsError(
             f"{chunks.caller}: f's new {name} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as before the chunk. A carry "

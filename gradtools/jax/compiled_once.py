@@ -120,9 +120,9 @@ def _value(x: Any) -> Hashable:
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):
-        raise TypeError("a rule that reads arrays, or that is new at each call")
+        raise TypeError("not hashable: a rule that may read arrays, or be new at each call")
     if not is_rule and _is_function(x) and getattr(x, "__closure__", x) is not None:
-        raise TypeError("a function that may read arrays")
+        raise TypeError("not hashable: a function that may read arrays")
     return type(x), x
 
 
@@ -138,7 +138,7 @@ def _key_of_rule(eqn: Eqn) -> Hashable:
     pulled = lambda *xs: pull(lambda *xs: jaxprs.bound(eqn, xs), xs, given)
     closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])
     if closed.consts:
-        raise TypeError("a rule that reads arrays")
+        raise TypeError("not hashable: a rule that reads arrays")
     return _key(jaxprs.live(open_jaxpr(closed)), of_rule=True)
 
 

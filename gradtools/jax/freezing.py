@@ -223,9 +223,8 @@ def _pullback(
                 lacking = f"lax.custom_linear_solve in {use.name}"
         if lacking is not None:
             warn(
-                f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
-                "this pass applies reverse mode twice, and stores a graph of "
-                f"{use.name} while the pass runs."
+                f"{use.caller}: {lacking} does not support forward over reverse, so this pass "
+                f"applies reverse mode twice, and stores a graph of {use.name} during the pass."
             )
             both = pull(recomputed(xs), [*xs[:count], *cts], us)
         return [*both[:count], *([None] * (stop - count)), *both[count:]]

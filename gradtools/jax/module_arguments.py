@@ -266,7 +266,7 @@ class Opened:
             raise GradtoolsError(
                 f"{self.caller}: f changes a module argument ({name}), which "
                 f"{self.caller} cannot return here. Set evaluation mode "
-                "(module.eval()), or use make_functional, and the state with has_aux=True."
+                "(module.eval()), or use make_functional and return the state with has_aux=True."
             )
 
     @property

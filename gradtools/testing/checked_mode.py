@@ -40,7 +40,7 @@ from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
-UNSEEN = "gradients stopped inside of compiled code or loops, or values read by f"
+UNSEEN = "f may stop gradients in compiled code or loops, or read values"
 NOISY = "inconclusive because of rounding noise"
 _MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 

@@ -100,7 +100,7 @@ def _relations(
     for x, y, name in both_ways if same and not masks else ():
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
-            yield f"{lost} in places in {name}"
+            yield f"{lost} in some entries in {name}"
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
@@ -182,7 +182,11 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         return "the imaginary unit" if is_unit else None
     table: list[tuple[float, str]] = []
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
+<<<<<<< HEAD
         sample = f"n / (n - 1) with n = {n}, {name} (unbiased and biased variance)"
+=======
+        sample = f"n / (n - 1) for n = {n}, {name}, as in unbiased variance"
+>>>>>>> w-ed1
         table += [(n, name), (n / (n - 1), sample)]
         table += [(math.sqrt(n / (n - 1)), f"the square root of {sample}")] if n > 2 else []
     table.append((2.0, "a missing factor 1/2, or a term counted twice"))
@@ -277,7 +281,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
         e, f = (x._replace(letters="x" * len(x.letters)) for x in (e, f))
     words = f"{e} in torch, {f} in jax"
     if e.function == f.function == "c x" and abs(e.c + f.c - 1) < 1e-9:
-        return f"{words}: a weight and its complement"
+        return f"{words}: the factors add up to 1"
     for x, y in ((e, f), (f, e)):
         if x.function == "c x" and y.function == "x" and (known := factor_name(x.c, sizes)):
             return f"{words}: {known}"

@@ -168,7 +168,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     check_group(_MEAN, axis_name, group)
     if upstream.peek_interpreter_stack() is not None:
         raise GradtoolsError(
-            f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
+            f"{_MEAN}: a torch.func transform cannot contain a sum over processes. Use "
             "mean() inside, and add its result to an accumulator outside."
         )
     layout = [] if own is None else [*zip(own.paths, map(_described, own.totals), strict=True)]
@@ -312,7 +312,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         fix = f"Move the gradient with .to({str(p.device)!r})."
     if g.shape != p.shape:
         fix = "Reduce the gradient over the batch first, or check which parameter it belongs to."
-    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
+    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, like the parameter"
     refuse(caller, f"grads{path} is {spec_in_words(spec(g))}", expected, fix)
 
 

@@ -127,7 +127,7 @@ def xp() -> ModuleType:
         import array_api_compat.torch as namespace
     except ImportError as error:
         raise GradtoolsError(
-            "xp: needs the package array-api-compat; pip install array-api-compat."
+            "xp needs the package array-api-compat. Fix: pip install array-api-compat."
         ) from error
     return namespace
 

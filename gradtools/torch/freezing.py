@@ -297,7 +297,7 @@ class _Constants(torch.autograd.Function):
     @user_facing
     def backward(ctx: Any, *_: Any) -> Any:
         fun = name_of_function(ctx.caller)
-        instead = "use G itself" if ctx.caller == "frozen" else "leave out the mode"
+        instead = "call G without frozen" if ctx.caller == "frozen" else "leave out the mode"
         raise GradtoolsError(
             f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
             "reads and does not take as an argument; such parameters are constants here. Pass "

@@ -32,7 +32,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     """Raises an error if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
-            f"{caller}: axis_name is an argument for JAX; in PyTorch pass group or nothing."
+            f"{caller}: axis_name is an argument for JAX; in PyTorch pass group, or omit it."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
@@ -68,7 +68,8 @@ def _groups_of(group: Any) -> list[Any]:
 
 def _gathered(x: Any, group: Any) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim == 0:
-        raise GradtoolsError("all_gather: expected tensors with rows along axis 0.")
+        came = type(x).__name__ if not isinstance(x, Tensor) else "tensor of shape ()"
+        raise GradtoolsError(f"all_gather: got a {came}; expected tensors with rows along axis 0.")
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
             "all_gather: a sparse or nested tensor has no contiguous rows. Pass a dense tensor."

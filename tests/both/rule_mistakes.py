@@ -107,7 +107,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
         ("argument 0", "conjugate"), square, lambda xp, r, c: (2 * r[0] * c,), Z,
     ),
     "wrong only for negative numbers": (
-        ("argument 0", "in places"), lambda xp, x: xp.where(x > 0, x, 0.1 * x),
+        ("argument 0", "in some entries"), lambda xp, x: xp.where(x > 0, x, 0.1 * x),
         lambda xp, r, c: (xp.where(r[0] > 0, c, 0.0 * c),), X,
     ),
     "NaN where the formula divides by zero": (

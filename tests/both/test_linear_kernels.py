@@ -158,7 +158,7 @@ def test_what_is_not_linear_is_refused_in_words(gt):
     with pytest.raises(GradtoolsError, match="an argument has dtype int"):
         gt.grad(lambda x: rows(x, gt.asarray(np.arange(5, dtype="int32"))).sum())(x)
     host.defvjp(lambda x: (host(x), None), lambda r, c: (c,))
-    with pytest.raises(GradtoolsError, match="has a rule as well"):
+    with pytest.raises(GradtoolsError, match="also has a rule"):
         gt.grad(lambda x: host(x).sum())(x)
     with pytest.raises(GradtoolsError, match="adjoint must be a function"):
         gt.host_function(lambda x: x, adjoint=3)

@@ -63,7 +63,7 @@ def test_a_seed_is_not_negative(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["formula", "a:b", "--shapes", "3", "--seed", "-1"])
     assert stop.value.code == 2
-    assert "--seed: expected a whole number from 0 on, got '-1'" in capsys.readouterr().err
+    assert "--seed: expected a nonnegative integer, got '-1'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         cli.main(["formula", "a:b", "--shapes", "3", "--seed", "0", "--help"])
     assert stop.value.code == 0

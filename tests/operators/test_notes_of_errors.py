@@ -36,9 +36,7 @@ def test_chunks_say_what_f_was_called_with(gt):
     step = gt.microbatched_value_and_grad(mean, 2)
     text = notes(lambda: step(gt.asarray(np.ones((4, 3))), gt.asarray(np.ones(3))))
     assert "(an array of shape (4, 3) and dtype float64, an array of shape (2,) and" in text
-    assert (
-        "All chunks share argument 0 (in_axes=None), as they do each argument in argnums." in text
-    )
+    assert "All chunks share argument 0 (in_axes=None) and every argument in argnums." in text
     assert "share" not in notes(lambda: gt.chunked(f, 1)(images))
 
 

@@ -76,8 +76,8 @@ def test_every_mode_and_property_is_compared(gt):
         "forward | finite differences",
         "reverse | finite differences",
         "reverse | forward",
-        "reverse of a sum of cotangents | the sum of both",
-        "forward of a sum of tangents | the sum of both",
+        "reverse of a sum of cotangents | the sum of the results",
+        "forward of a sum of tangents | the sum of the results",
         "forward over reverse | finite differences",
         "reverse over reverse | finite differences",
         "reverse over forward | finite differences",
@@ -168,7 +168,7 @@ WRONG = {
     "not linear": Wrong(
         lambda gt: lambda x: gt.clip_gradient(x, max_value=1.5),
         (X,),
-        "reverse of a sum of cotangents | the sum of both",
+        "reverse of a sum of cotangents | the sum of the results",
         "not linear in the cotangent",
     ),
     "NaN": Wrong(

@@ -302,7 +302,9 @@ def test_a_parameter_that_one_model_has_is_constant_and_named():
         mapping={"weight": "kernel", "bias": None},
     )  # fmt: skip
     assert report and paths(report, "gradient") == ["parameter kernel", "argument 0"]
-    assert report.notes == ["parameter bias of the torch model has no counterpart: constant"]
+    assert report.notes == [
+        "parameter bias of the torch model has no counterpart: not differentiated"
+    ]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ RELATIONS = {  # by the expected text: the second array and the first array
     "interleaved axis 1": (A[:, PAIRS], A),
     "transposed layout": (A.T, A),
     "reshaped layout": (V, V[None]),
-    "zero in places in jax": (np.where(V > 0, V, 0), V),
+    "zero in some entries in jax": (np.where(V > 0, V, 0), V),
     "zero in jax": (0 * V, V),
     "mask: inverted": (~ONCE, ONCE),
     "mask: transposed layout": (ONCE.T, ONCE),
@@ -75,7 +75,11 @@ def test_other_arrays_have_no_relation():
 @pytest.mark.parametrize("n", [3, 7])
 def test_a_factor_is_named_by_the_sizes_of_the_program(n):
     sizes = {"the batch size": n}
+<<<<<<< HEAD
     sample = f"n / (n - 1) with n = {n}, the batch size (unbiased and biased variance)"
+=======
+    sample = f"n / (n - 1) for n = {n}, the batch size, as in unbiased variance"
+>>>>>>> w-ed1
     assert factor_name(n / (n - 1), sizes) == sample
     assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the square root of {sample}"
     assert factor_name(1 / n, sizes) == "the batch size"
@@ -92,7 +96,7 @@ EXPRESSIONS = {
     "sqrt(x + 0.001) in torch, sqrt(x) + 0.001 in jax": (
         *(np.sqrt(X + 1e-3), np.sqrt(X) + 1e-3, X),
     ),
-    "0.9 x in torch, 0.1 x in jax: a weight and its complement": (0.9 * V, 0.1 * V, V),
+    "0.9 x in torch, 0.1 x in jax: the factors add up to 1": (0.9 * V, 0.1 * V, V),
     "var(x) over (0,) in torch, var(x, ddof=1) over (0,) in jax": (A.var(0), A.var(0, ddof=1), A),
 }
 

@@ -132,7 +132,7 @@ _FIXES = {
         "score function, log_prob(sample) * reward"
     ),
     ("no_grad", "load_state_dict"): (
-        "load_state_dict copies numbers under no_grad: call the module at other parameters by "
+        "load_state_dict copies numbers under no_grad: call the module with other parameters by "
         "make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (

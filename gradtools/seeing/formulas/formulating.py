@@ -152,7 +152,7 @@ class _Comparison:
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        note = "" if near else "; at nearby points f is undefined or runs another program"
+        note = "" if near else "; at nearby points f is undefined or takes another branch"
         if not agrees_here:
             note = "; it does not agree at the given arguments, where f is not differentiable or a "
             note += f"value is not finite{'' if at_given else f': {at_given}'}"
@@ -289,7 +289,7 @@ def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
 
 def _differs(result: Agreement) -> str:
     """Returns the error message for a formula that differs from automatic differentiation."""
-    return f"formula: {result}; the formula is not shown. Please report the function"
+    return f"formula: {result}; the formula is not shown. Please report the function."
 
 
 def compared(

@@ -37,7 +37,7 @@ def lifted(
             "pytree of the arrays that f reads."
         )
     if not callable(f):
-        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}; expected a loss.")
+        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}, not a function.")
     whole = opened(caller, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args
@@ -114,8 +114,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             ) from error
     else:
         raise GradtoolsError(
-            f"{caller}: optimizer is {with_article(type(optimizer).__name__)}; expected a "
-            "transformation of optax or an nnx.Optimizer."
+            f"{caller}: optimizer is {with_article(type(optimizer).__name__)}; expected an "
+            "optax.GradientTransformation or an nnx.Optimizer."
         )
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)

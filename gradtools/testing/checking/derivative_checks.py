@@ -201,7 +201,7 @@ class DerivativeCheck:
         for what, entries in self._undecided.items():
             rest = "these entries are not checked"
             if both and " over " not in what:  # at first order
-                rest = "these entries are only compared between forward and reverse mode"
+                rest = "for these entries, forward mode is only compared with reverse mode"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
@@ -527,7 +527,7 @@ class DerivativeCheck:
             of = lambda xs, v, k=k, on=finite: np.where(on, widened(self.at(mode, xs, v)[k]), 0)
             terms = abs(_SCALE) * largest(of(self.xs, a)) + largest(of(self.xs, b))
             both = lambda xs, of=of: (of(xs, joined), _SCALE * of(xs, a) + of(xs, b))
-            name = f"{self.label(mode)} of a sum of {what}s | the sum of both"
+            name = f"{self.label(mode)} of a sum of {what}s | the sum of the results"
             self.equal(name, path, both, terms, f"not linear in the {what}")
 
     def second_order(self) -> None:

@@ -257,7 +257,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
             check.slopes_along(us, i)
-        why = "a residual's derivative is lost between the arguments and the result of fwd"
+        why = "a residual of fwd has a wrong derivative with respect to the arguments"
         for c in (c for c in check.report if c.quantity != "value"):
             path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
             lost = (
@@ -283,7 +283,7 @@ class RuleCheck(DerivativeCheck):
             if not c.agrees and c.order == 2:
                 inner = "reverse" if " over reverse" in c.quantity else "forward"
                 part = self.own.get(inner) or next(iter(self.own.values()), "the kernel")
-                detail = f"Look at the derivative of {part} itself. {c.detail}"
+                detail = f"Check the derivative of {part}. {c.detail}"
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:

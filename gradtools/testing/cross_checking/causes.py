@@ -236,16 +236,16 @@ class Causes:
         """Describes the relation of the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
-            words = "One side reduces, uses keepdims, or broadcasts (n, 1) against (n,)."
+            words = "Does one side reduce, use keepdims, or broadcast (n, 1) against (n,)?"
             return related(a, b, near=near) or Relation("another shape", words)
         for x, y, mine, other in ((a, b, *self.names), (b, a, *self.names[::-1])):
             if (np.isnan(x) & ~np.isnan(y)).any():
-                why = "Check for a root or logarithm of a negative number, or for nan_to_num."
+                why = f"Is it a root or logarithm of a negative number? {other} may use nan_to_num."
                 if c.order and self.values_agree:
-                    why = "The value is finite: 0 times infinity in a branch that `where` discards."
+                    why = "Is 0 multiplied by infinity in a branch that `where` discards?"
                 return Relation(f"NaN in {mine}", why)
             if (np.isinf(x) & np.isfinite(y)).any():
-                why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
+                why = f"{other} is finite there: look for an overflow or division by 0 in {mine}."
                 return Relation(f"infinity in {mine}", why)
         if equal(a, b, near):  # any relation close to the identity matches
             return Relation(UNKNOWN)

@@ -65,7 +65,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
             f"{caller}: a mapping pairs the parameters of two models; there are none in "
             f"{' and '.join(side.name for side in without)}."
         )
-    constants = "parameter{} of the {} model {} no counterpart: constant"
+    constants = "parameter{} of the {} model {} no counterpart: not differentiated"
     if without:
         for side in (first, second):
             side.constant.update(side.params)
@@ -85,16 +85,16 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     unknown = [name for name in entries if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
-            f"{caller}: the mapping does not give JAX's parameters: missing {missing or 'none'}, "
-            f"unknown {unknown or 'none'}. JAX's names are {[*theirs]}."
+            f"{caller}: the mapping's names differ from JAX's parameters: missing "
+            f"{missing or 'none'}, unknown {unknown or 'none'}. JAX's names are {[*theirs]}."
         )
     for name, e in entries.items():
         shape, expected = mine[e.torch_name][1].shape, theirs[name][1].shape
         if shape != e.torch_shape or e.layout.to_jax(np.empty(shape)).shape != expected:
             raise GradtoolsError(
                 f"{caller}: parameter {e.torch_name} has shape {shape} in PyTorch, and {name} has "
-                f"shape {expected} in JAX, but the mapping is {e} for shape {e.torch_shape}. Make "
-                "the mapping from the same models, or correct the model."
+                f"shape {expected} in JAX, but the mapping is {e} for PyTorch's shape "
+                f"{e.torch_shape}. Make the mapping from the same models, or correct the model."
             )
     used = {name for e in entries.values() for name in (e.torch_name, e.added)}
     notes = [*mapping.notes]

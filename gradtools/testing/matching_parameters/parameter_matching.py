@@ -220,7 +220,7 @@ class _Matching:
             del self.jax[e.jax_path]
             whole = e.layout.rows is None and e.added not in {"", *names}
             if whole and e.added_rows[1] < e.torch_shape[0]:  # nnx.GRUCell: one bias for the gate n
-                self.left_out.append(f"{e.added} (no counterpart of its last rows)")
+                self.left_out.append(f"{e.added} (its last rows have no counterpart)")
         for name in names | {e.added for e in pairs}:
             self.torch.pop(name, None)
         return True

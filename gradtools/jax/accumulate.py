@@ -54,11 +54,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                 if p.shape == g.shape
                 else "Reduce the gradient over the batch, or check which parameter it belongs to."
             )
-<<<<<<< HEAD
-            refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, as in the buffer", fix)
-=======
             refuse(caller, f"grads{entry.path} is {spec(g)}", f"{spec(p)}, like the buffer", fix)
->>>>>>> w-ed1
         new.append(p + g if add else copied(g))
     return trees.unflatten(trees.flatten(target)[1], new)
 

@@ -182,11 +182,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         return "the imaginary unit" if is_unit else None
     table: list[tuple[float, str]] = []
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
-<<<<<<< HEAD
-        sample = f"n / (n - 1) with n = {n}, {name} (unbiased and biased variance)"
-=======
         sample = f"n / (n - 1) for n = {n}, {name}, as in unbiased variance"
->>>>>>> w-ed1
         table += [(n, name), (n / (n - 1), sample)]
         table += [(math.sqrt(n / (n - 1)), f"the square root of {sample}")] if n > 2 else []
     table.append((2.0, "a missing factor 1/2, or a term counted twice"))

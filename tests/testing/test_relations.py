@@ -75,11 +75,7 @@ def test_other_arrays_have_no_relation():
 @pytest.mark.parametrize("n", [3, 7])
 def test_a_factor_is_named_by_the_sizes_of_the_program(n):
     sizes = {"the batch size": n}
-<<<<<<< HEAD
-    sample = f"n / (n - 1) with n = {n}, the batch size (unbiased and biased variance)"
-=======
     sample = f"n / (n - 1) for n = {n}, the batch size, as in unbiased variance"
->>>>>>> w-ed1
     assert factor_name(n / (n - 1), sizes) == sample
     assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the square root of {sample}"
     assert factor_name(1 / n, sizes) == "the batch size"

@@ -86,6 +86,20 @@ def test_a_later_cause_behind_a_mask_is_reported(gt):
     assert [kind for kind, _ in causes(gt, f)] == ["zero_derivative", "discrete"]
 
 
+EDITS = {  # functions of gt, an array w and an argument s of an edit
+    "scale": lambda gt, w, s: gt.scale_gradient(w, s),
+    "bound": lambda gt, w, s: gt.clip_gradient(w, max_norm=s),
+    "replacement": lambda gt, w, s: gt.replace_gradient(w, s * w),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_has_no_derivative_for_its_own_arguments(gt, name):
+    f = lambda s: gt.xp.sum(EDITS[name](gt, gt.asarray(X), s) ** 2)
+    (finding,) = gt.why_zero(f, gt.asarray(np.float32(0.5))).findings
+    assert finding.kind == "edit" and finding.whole
+
+
 @pytest.mark.jax
 def test_an_integer_that_selects_does_not_hide_the_cause():
     jnp = pytest.importorskip("jax.numpy")

@@ -51,7 +51,7 @@ def marked_line(f):
         (jnp.round, ZERO, "zero_derivative"),
         (lambda x: x**0, ZERO, "zero_derivative"),
         (lambda x: jax.pure_callback(np.sin, x, x), CUT, "left_framework"),
-        (lambda x: gt.scale_gradient(X, x[0]), CUT, "rule"),
+        (lambda x: gt.scale_gradient(X, x[0]), CUT, "edit"),
         (lambda x: lax.while_loop(lambda c: c < x[2], lambda c: c + 1, 0.0), CUT, "discrete"),
         (lambda x: x**2, FULL, None),
     ],

@@ -243,6 +243,16 @@ def test_a_planted_loss_is_found_and_nothing_else(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "lbfgs", "polyak_sgd"])
+def test_an_optimizer_that_needs_the_value_is_evaluated(name):
+    optimizer = {"sgd": lambda: optax.sgd(0.1)}.get(name, getattr(optax, name))()
+    loss = lambda w: jnp.sum(w["used"] ** 2) + jnp.sum(jnp.round(w["rounded"]))
+    params = {"used": jnp.ones(3), "rounded": jnp.ones(2)}
+    report = gt.why_zero(loss, params, optimizer=optimizer)
+    assert [(f.argument, f.kind) for f in report] == [("rounded", "zero_derivative")]
+    assert gt.why_zero(jnp.sum, jnp.ones(3), optimizer=optimizer).arguments == ("model",)
+
+
 def test_in_the_midst_of_a_loop_nothing_is_changed():
     def train(ask):
         net = Graph()

@@ -36,6 +36,7 @@ from gradtools.seeing.graphs.gradient_losses import (
     useless_edits,
 )
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.passes import EDITED
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording
 
@@ -101,9 +102,10 @@ def diagnosed(
         leaf = next((n for n in values if n in passes.gradients), None)
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
-        rules = [rule for n in values if (rule := passes.last_rule(n))] if is_absent else []
-        if best == _FULL and rules:  # a custom rule returned None as the cotangent
-            findings += from_losses(name, [Loss(replace(n, loss="rule"), 0) for n in rules])
+        rules = [rule for n in values if (rule := passes.last_rule(n, EDITED))] if is_absent else []
+        if best == _FULL and rules:  # the cotangent of a custom rule or an edit is None
+            kinds = [(n, "edit" if n.mark == EDITED else "rule") for n in rules]
+            findings += from_losses(name, [Loss(replace(n, loss=k), 0) for n, k in kinds])
         elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(values, name))
         elif lost := [loss for number in values for loss in losses(graph, number)]:

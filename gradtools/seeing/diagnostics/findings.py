@@ -72,6 +72,10 @@ KINDS: dict[str, FindingKind] = {
         "the custom rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
+    "edit": FindingKind(
+        "a gradient edit has no derivative with respect to its scale, bound or replacement",
+        "pass a constant, or use a custom_rule that returns a cotangent for this input",
+    ),
     "unused": FindingKind(
         "no data flows from the argument to the output",
         "use the argument that f receives, not a captured array in its place, and return the "

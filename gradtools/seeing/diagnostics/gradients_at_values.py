@@ -143,13 +143,15 @@ class PassesAtValues:
                 places.append(LossPlace(node, "rule" if node.mark == CUSTOM else "zero", zeros))
         return places
 
-    def last_rule(self, leaf: int) -> Node | None:
-        """Returns the last custom rule that reads a value computed from the leaf, or None."""
+    def last_rule(self, leaf: int, mark: str = CUSTOM) -> Node | None:
+        """Returns the last custom rule, or operation with `mark`, that depends on the leaf."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)
         )
-        return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
+        return next(
+            (node for node in reading if node is not None and node.mark in (CUSTOM, mark)), None
+        )
 
     def _meeting(self, step: PassStep) -> PassStep:
         """Returns the last step on which all cotangents read by `step` depend, or `step` itself."""

@@ -16,7 +16,15 @@ from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
-_ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
+_ON_PURPOSE = (
+    "detached",
+    "no_grad",
+    "inner_gradient",
+    "left_framework",
+    "in_place_data",
+    "rule",
+    "edit",
+)
 _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squeeze")
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
-CUSTOM = "custom rule"
+CUSTOM, EDITED = "custom rule", "edited gradient"
 INNER = "inner derivative"  # marks operations that compute derivatives in the forward pass
 
 

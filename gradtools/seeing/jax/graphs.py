@@ -28,12 +28,11 @@ from gradtools.jax.jaxprs import Eqn, Jaxpr, function_name, is_chunk
 from gradtools.seeing.diagnostics.diagnosis import source_of
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, Value
-from gradtools.seeing.graphs.passes import CUSTOM
+from gradtools.seeing.graphs.passes import CUSTOM, EDITED
 from gradtools.seeing.jax import operands, source_lines
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _REVERSE_ONLY = "gradtools_reverse_only"
-_EDITED = "edited gradient"
 
 
 def graph_of(
@@ -222,7 +221,7 @@ def _described(eqn: Eqn) -> dict[str, Any]:
         operation = "scale_gradient" if rule.name == "scale_gradient" else "custom_rule"
         native = rule.name if name in ("gradtools_primal", "gradtools_value") else name
         attributes: Mapping[str, Any] = {"name": str(rule.name)}
-        mark = _EDITED if rule.reaches == "identity" else CUSTOM
+        mark = EDITED if rule.reaches == "identity" else CUSTOM
         mark = "frozen" if rule.name.startswith("frozen") else mark
     elif jaxprs.is_ruled(eqn):
         function = next(map(function_name, inner), "").lstrip("_") or name
@@ -230,7 +229,7 @@ def _described(eqn: Eqn) -> dict[str, Any]:
         operation, mark, edit = "custom_rule", CUSTOM, _edit(eqn)
         if any(map(is_own, inner)):  # functions of JAX, flax, equinox or optax
             operation, mark = function, ""
-        native, mark = edit or name, _EDITED if edit else mark
+        native, mark = edit or name, EDITED if edit else mark
         attributes = {"name": function}
     else:
         operation, attributes = operands.name_of(eqn), operands.attributes_of(eqn)
@@ -290,7 +289,8 @@ def _loss(eqn: Eqn, links: Links | None) -> str | None:
     if name in _CASTS:
         return "integer_cast"
     if name.startswith("gradtools_") or _edit(eqn):
-        return "rule"
+        is_edit = _edit(eqn) or (_is_ours(eqn) and eqn.params["rule"].reaches == "identity")
+        return "edit" if is_edit else "rule"
     return "discrete"
 
 

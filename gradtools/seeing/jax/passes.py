@@ -39,6 +39,7 @@ from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, 
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
+    EDITED,
     FORWARD,
     INNER,
     SECOND,
@@ -227,7 +228,7 @@ def _in_passes(
 
 
 # Marks of nodes in which a rule replaces the derivatives of the operations.
-_RULES = ("custom rule", "edited gradient", "frozen")
+_RULES = (CUSTOM, EDITED, "frozen")
 _WHOLE = ("chunked", "frozen")
 
 

@@ -77,7 +77,9 @@ def held(caller: str, model: Any) -> list[HeldArray]:
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree.leaves_with_path(part_of(model))
     result = [
-        HeldArray(name_of(path).removesuffix(".value"), x) for path, x in leaves if _is_floating(x)
+        HeldArray(name_of(path).removesuffix(".value") or "model", x)
+        for path, x in leaves
+        if _is_floating(x)
     ]
     if not result:
         raise GradtoolsError(
@@ -120,7 +122,11 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
-    updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
+    total = lambda part: sum(map(jnp.sum, jax.tree.leaves(part)))  # a loss with these gradients
+    optax, more = sys.modules.get("optax"), dict[str, Any]()
+    if optax is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        more = {"value": total(part), "grad": ones, "value_fn": total}
+    updates = treedef.flatten_up_to(optimizer.update(ones, state, part, **more)[0])
     moved, raw = set[int](), set[int]()  # ids; raw: the update equals the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):

@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.seeing.graphs.gradient_losses import EDITS
+from gradtools.seeing.graphs.passes import EDITED
 from gradtools.torch.functorch_wrappers import tensors_in
 from gradtools.torch.operation_marks import RULE, function_of_ours
 
@@ -28,7 +29,7 @@ class ParametersRead(TorchFunctionMode):
 
 
 _AGAIN = ("chunked", "frozen", "checkpoint")  # operators that recompute a part of the program
-_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(EDITS, "edited gradient")}
+_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(EDITS, EDITED)}
 
 
 def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:

@@ -67,6 +67,8 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
     },
     "rule": {
         "a_rule_of_jax_that_gives_zero": lambda x: forgetful(x).sum(),
+    },
+    "edit": {
         "the_scale_of_an_edit": lambda scale: gt.scale_gradient(POSITIVE, scale[0]).sum(),
     },
     "zero": {

@@ -46,14 +46,14 @@ def show(gt, backend):
     gradient, by_double_backward = (through(way(G)) for way in ways(gt).values())
     (_, ours), (_, plain) = gradient(y), by_double_backward(y)
     apart = difference(flat(gt, ours), flat(gt, plain))
-    claim(f"dg/dy differs from double backward's by {apart:.1e}", apart < 1e-9)
+    claim(f"dg/dy differs from double backward by {apart:.1e}", apart < 1e-9)
 
     losses, trained = adam(gradient, y, [()] * STEPS, RATE, "critic")
     print(f"  g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     found = [found_own(gt, G, y, noisy, codes) for y in (None, trained)]
     claim(
-        f"share of codes closest to their clean code: {found[0]:.0%} before, {found[1]:.0%} after "
-        "an energy step",
+        f"share of codes whose nearest clean code is their own: {found[0]:.0%} before, "
+        f"{found[1]:.0%} after an energy step",
         found[1] > found[0],
     )
 

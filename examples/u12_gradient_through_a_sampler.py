@@ -65,7 +65,7 @@ def show(gt, backend):
     off = np.linalg.norm(draws.mean(axis=0) - flat(gt, plain))
     expected = np.sqrt(draws.var(axis=0, ddof=1).sum() / DRAWS)
     claim(
-        f"the mean of {DRAWS} draws is {off:.4f} from the plain gradient; "
+        f"the mean of {DRAWS} draws differs from the plain gradient by {off:.4f}; "
         f"the standard error is {expected:.4f}",
         off < 1.5 * expected,
     )

@@ -18,8 +18,8 @@ NAMES = sorted(path.stem for path in FOLDER.glob("u*.py"))
 KEPT = FOLDER / "printed"
 QUICK = {  # examples that support --quick, and patterns of their --quick output
     "u03_latent_gradients": [
-        r"dg/dy differs from double backward's by \S+",
-        r"closest to their clean code: \d+% before, \d+% after an energy step",
+        r"dg/dy differs from double backward by \S+",
+        r"nearest clean code is their own: \d+% before, \d+% after an energy step",
         r"each additional z_i needs \S+ MB, with double backward \S+ MB",
         r"with frozen the memory does not depend on G's depth",
         r"at 24 layers frozen needs \d+ times less memory",

@@ -77,7 +77,7 @@ def test_every_public_name_is_documented_with_an_example(gt, name):
     assert text.splitlines()[0].endswith((".", ":")) and len(text.splitlines()[0]) <= 100
     parameters = inspect.signature(getattr(gt, name)).parameters
     for parameter in parameters:
-        assert f"{parameter}:" in text or f"{parameter}`" in text, f"{parameter} is not explained"
+        assert f"{parameter}:" in text or f"{parameter}`" in text, f"{parameter} is not documented"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -619,7 +619,7 @@ def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
 
 def test_a_captured_leaf_of_a_transform_gets_no_gradient_of_first_order(gt, backend_name):
     if backend_name != "torch":
-        pytest.skip("JAX has no leaves")
+        pytest.skip("JAX has no leaf tensors")
     x, w = (gt.asarray(np.ones(3)).requires_grad_() for _ in range(2))
     captured = w * 2
     y = gt.transform_gradient(x * 1, lambda g: g * captured)

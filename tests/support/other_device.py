@@ -177,7 +177,7 @@ MORE = (
     Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
     Use("noise in checkpoint", _summed(gt.checkpoint(_dropped))),
     Use("noise in frozen", _summed(gt.frozen(_dropped))),
-    Use("a module by a key", _in_a_module),
+    Use("a module with a key", _in_a_module),
     Use("chunked: a chunk each", _summed(gt.chunked(lambda x: torch.sin(x), 1))),
     Use("a module of edits", _hooked),
 )

@@ -49,7 +49,7 @@ def show(gt, backend):
     claim(f"dg/dy differs from double backward by {apart:.1e}", apart < 1e-9)
 
     losses, trained = adam(gradient, y, [()] * STEPS, RATE, "critic")
-    print(f"  g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+    print(f"  the loss g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     found = [found_own(gt, G, y, noisy, codes) for y in (None, trained)]
     claim(
         f"share of codes whose nearest clean code is their own: {found[0]:.0%} before, "

@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:
-        raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
+        raise pytest.UsageError("no backend: install torch or jax, or change --gradtools-backend")
     if "jax" in wanted:
         from tests.support.xla_defaults import compile_quickly, keep_compiled
 

@@ -191,7 +191,7 @@ def gt_leaves(tree):
 def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
     """A deep equilibrium model in PyTorch, with and without a gradient edit in its step."""
     if backend_name == "jax":
-        pytest.skip("a module of PyTorch")
+        pytest.skip("needs a PyTorch module")
     import torch
 
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
 
 def test_a_captured_tensor_that_only_a_function_takes_is_refused(backend_name):
     if backend_name == "jax":
-        pytest.skip("a Function of PyTorch")
+        pytest.skip("needs a torch.autograd.Function")
     import torch
 
     import gradtools.torch as gt

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (shutil.which("c++") and importlib.util.find_spec("ninja")),
-        reason="no C++ compiler, or no ninja",
+        reason="needs a C++ compiler and ninja",
     ),
 ]
 

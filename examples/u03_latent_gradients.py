@@ -326,7 +326,7 @@ def draw():
     left.set_xscale("log", base=2)
     left.set_title("dg/dy through a convolutional decoder")
     right.set(xlabel="dense layers of G", ylabel="MB for one additional z_i", ylim=(0, None))
-    right.set_title("a further z_i, against G's depth")
+    right.set_title("memory of an additional z_i")
     left.legend()
     OUT.mkdir(exist_ok=True)
     figure.savefig(OUT / "frozen.png", dpi=110)

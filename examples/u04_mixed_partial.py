@@ -70,7 +70,7 @@ def section_by_hand(gt):
     g = np.exp(z.sum(axis=1))
     by_hand = np.repeat(24 * (y.sum(axis=1) + g) * g, 4)
     apart = difference(flat(gt, found), by_hand)
-    claim(f"the small case differs from the closed form by {apart:.1e}", apart < 1e-12)
+    claim(f"mixed_partial differs from the closed form by {apart:.1e}", apart < 1e-12)
     return found
 
 

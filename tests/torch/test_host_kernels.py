@@ -52,7 +52,7 @@ CALLED = {
     "parameter": lambda f, x: torch.no_grad()(f)(torch.nn.Parameter(x)),
     "inference": lambda f, x: torch.inference_mode()(f)(x).clone(),
     "vmap": lambda f, x: torch.vmap(f)(x),
-    "vmap of before": lambda f, x: _legacy(f)(x),
+    "legacy vmap": lambda f, x: _legacy(f)(x),
     "traced": lambda f, x: torch.jit.trace(f, x + 1)(x),
     "fake first": lambda f, x: (_faked(f, x), f(x))[1],
 }

@@ -178,12 +178,12 @@ mistake("a detached residual", "residual [0]", "argument 0", "second")(
 mistake("a residual that NumPy computes", "residual", "second", only="torch")(
     by_bwd(sin, _by_cos, X, res=lambda gt, x: gt.asarray(np.cos(gt.to_numpy(x))))
 )
-mistake("the forward rule takes a primal as a constant", "jvp is correct at first order", "second")(
-    by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X)
-)
+mistake(
+    "the forward rule treats a primal as a constant", "jvp is correct at first order", "second"
+)(by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X))
 
 
-@mistake("bwd takes a residual as a constant", "bwd is correct at first order", "argument 0")
+@mistake("bwd treats a residual as a constant", "bwd is correct at first order", "argument 0")
 def _(gt):
     bwd = lambda xp, r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)
     return by_bwd(lambda xp, x: x**3, bwd, X)(gt)

@@ -55,7 +55,7 @@ TORCH = """
     state, before = torch.get_rng_state(), defaults()
 
     import gradtools.torch as gt
-    found["the other backend"] = has("jax", "jaxlib") + [n for n in sys.modules if "gradtools.jax" in n]
+    found["the twin"] = has("jax", "jaxlib") + [n for n in sys.modules if "gradtools.jax" in n]
     found["defaults are kept"] = before == defaults()
     found["no number was drawn"] = torch.equal(state, torch.get_rng_state())
     found["array_api_compat"] = bool(has("array_api_compat"))
@@ -74,7 +74,7 @@ JAX = """
     before, found = dict(jax.config.values), {}
 
     import gradtools.jax
-    found["the other backend"] = has("torch") + [n for n in sys.modules if "gradtools.torch" in n]
+    found["the twin"] = has("torch") + [n for n in sys.modules if "gradtools.torch" in n]
     found["libraries of modules"] = has("flax", "optax", "equinox")
     found["a device is started"] = xla_bridge.backends_are_initialized()
     found["settings are kept"] = dict(jax.config.values) == before
@@ -87,14 +87,14 @@ SEEN = {
     "torch": {
         "dynamo after torch": False,
         "dynamo after a gradient": False,
-        "the other backend": [],
+        "the twin": [],
         "defaults are kept": True,
         "no number was drawn": True,
         "array_api_compat": False,
         "array_api_compat after xp": True,
     },
     "jax": {
-        "the other backend": [],
+        "the twin": [],
         "libraries of modules": [],
         "a device is started": False,
         "settings are kept": True,

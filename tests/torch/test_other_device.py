@@ -81,7 +81,7 @@ def test_all_runs_on_the_stream_on_which_an_operator_is_called(name, found):
 def test_more_chunks_are_no_more_waits(found):
     """The number of synchronizations is the same for four chunks and for two chunks."""
     for call in ("first", "again"):
-        assert found["chunked: a chunk each"][call] == found["noise in chunked"][call]
+        assert found["chunked: one row per chunk"][call] == found["noise in chunked"][call]
 
 
 def test_the_sweep_finds_what_is_planted(found):

@@ -365,7 +365,7 @@ BAD: dict[str, Call] = {
     ),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
-    "chunked, an object returned beside an array": lambda gt, a: gt.chunked(
+    "chunked, an array and an object returned": lambda gt, a: gt.chunked(
         lambda x: {"y": x, "n": object()}, 1
     )(a(V)),
     "chunked, another structure of the last chunk": lambda gt, a: gt.chunked(
@@ -449,11 +449,11 @@ BAD: dict[str, Call] = {
     "a custom_rule without a rule": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.custom_rule(lambda x: x * x)(x))
     )(a(V)),
-    "bwd returns no tuple": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: c),
+    "bwd does not return a tuple": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: c),
     "bwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (x, x), lambda r, c: (gt.xp.sum(c),)
     ),
-    "fwd returns no pair": lambda gt, a: pulled(gt, a, lambda x: x, lambda r, c: (c,)),
+    "fwd does not return a pair": lambda gt, a: pulled(gt, a, lambda x: x, lambda r, c: (c,)),
     "fwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)
     ),
@@ -486,7 +486,7 @@ BAD: dict[str, Call] = {
     "a kernel that writes to its argument": lambda gt, a: gt.host_function(
         lambda x: np.multiply(x, 2, out=x)
     )(a(V)),
-    "out that is no ArraySpec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
+    "out that is not an ArraySpec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
     "an ArraySpec with an unknown dtype": lambda gt, a: gt.ArraySpec((2,), "float7"),
     "an ArraySpec with a negative length": lambda gt, a: gt.ArraySpec((-1,), "float32"),
     # --- arrays and keys
@@ -608,7 +608,7 @@ BAD: dict[str, Call] = {
     "a microbatch with a loss for each example": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x: x @ w, 2
     )(a(V), a(ROWS)),
-    "a microbatch with a text as aux": lambda gt, a: gt.microbatched_value_and_grad(
+    "a microbatch with a string as aux": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x: (mean(w, x), "text"), 2, has_aux=True
     )(a(V), a(ROWS)),
     "minimax, the players given by name": lambda gt, a: gt.minimax_value_and_grad(

@@ -93,5 +93,5 @@ def test_the_sweep_finds_what_is_planted(found):
     assert told["a number read by the host"]["again"] == 1
     assert told["a result on the CPU"]["devices"] == ["cpu"]
     assert told["a random state that changes"]["drew"]
-    assert not told["another result"]["agrees"]
+    assert not told["a different result"]["agrees"]
     assert told["an ignored stream"]["strays"] == 1

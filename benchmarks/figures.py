@@ -210,7 +210,7 @@ def parts(page: str) -> tuple[str, str, str]:
     before, begin, rest = page.partition(MARKS[0])
     now, end, after = rest.partition(MARKS[1])
     if not begin or not end:
-        raise SystemExit(f"the page has no table between {MARKS[0].strip()} and its end")
+        raise SystemExit(f"the page lacks {MARKS[0].strip()} or {MARKS[1].strip()}")
     return before + begin, now, end + after
 
 

@@ -356,7 +356,7 @@ def agree(found: dict[str, np.ndarray]) -> None:
     plain = found[PLAIN]
     for name, x in found.items():
         off = np.linalg.norm(x - plain) / np.linalg.norm(plain)
-        assert off < 1e-3, f"{name} is off by {off}"
+        assert off < 1e-3, f"the relative error of {name} is {off}"
 
 
 def ratios(ways: Ways) -> dict[str, float]:

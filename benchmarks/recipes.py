@@ -247,7 +247,7 @@ def table(name: str) -> Iterator[str]:
                 first = found
             away = abs(found["value"] - first["value"]) > 1e-3 * abs(first["value"])
             if away and name not in RANDOM:
-                raise RuntimeError(f"{name}, {backend}, {way}: {found} for {first}")
+                raise RuntimeError(f"{name}, {backend}, {way}: got {found}, expected {first}")
             ratio = found["seconds"] / first["seconds"]
             yield f"| {shown} | {way} | {found['megabytes']:,.0f} MB | {ratio:.2f} |"
 

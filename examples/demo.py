@@ -34,8 +34,8 @@ WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of eac
 FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # Indices of each part's parameters.
 REVERSED, PLAIN = "with reverse_gradient", "without gradtools"
 OPENING = """\
-Domain-adversarial training on 1,797 digits: 750 clean digits with labels, 750 rotated, noisy and
-partly inverted digits without labels, and 297 digits of the second kind for testing.
+Domain-adversarial training on 1,797 digits: 750 clean digits with labels, 750 distorted digits
+(rotated, noisy, partly inverted) without labels, and 297 distorted digits for testing.
 The program runs on {} in float64, with the same weights, batches and learning rate, for {} steps.
 With reversal, the scale increases from 0 to {}; without reversal, the scale is 0.
 """

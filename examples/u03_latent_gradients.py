@@ -46,14 +46,14 @@ def show(gt, backend):
     gradient, by_double_backward = (through(way(G)) for way in ways(gt).values())
     (_, ours), (_, plain) = gradient(y), by_double_backward(y)
     apart = difference(flat(gt, ours), flat(gt, plain))
-    claim(f"dg/dy differs from double backward's by {apart:.1e}", apart < 1e-9)
+    claim(f"dg/dy differs from double backward by {apart:.1e}", apart < 1e-9)
 
     losses, trained = adam(gradient, y, [()] * STEPS, RATE, "critic")
-    print(f"  g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+    print(f"  the loss g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     found = [found_own(gt, G, y, noisy, codes) for y in (None, trained)]
     claim(
-        f"share of codes closest to their clean code: {found[0]:.0%} before, {found[1]:.0%} after "
-        "an energy step",
+        f"share of codes whose nearest clean code is their own: {found[0]:.0%} before, "
+        f"{found[1]:.0%} after an energy step",
         found[1] > found[0],
     )
 
@@ -326,7 +326,7 @@ def draw():
     left.set_xscale("log", base=2)
     left.set_title("dg/dy through a convolutional decoder")
     right.set(xlabel="dense layers of G", ylabel="MB for one additional z_i", ylim=(0, None))
-    right.set_title("a further z_i, against G's depth")
+    right.set_title("memory of an additional z_i")
     left.legend()
     OUT.mkdir(exist_ok=True)
     figure.savefig(OUT / "frozen.png", dpi=110)

@@ -70,7 +70,7 @@ def section_by_hand(gt):
     g = np.exp(z.sum(axis=1))
     by_hand = np.repeat(24 * (y.sum(axis=1) + g) * g, 4)
     apart = difference(flat(gt, found), by_hand)
-    claim(f"the small case differs from the closed form by {apart:.1e}", apart < 1e-12)
+    claim(f"mixed_partial differs from the closed form by {apart:.1e}", apart < 1e-12)
     return found
 
 
@@ -78,7 +78,7 @@ def the_wrong_way(gt, f, G, y, z):
     """Shows that d/dz fails if G(z) is computed without a graph to save memory."""
     try:
         gt.grad(lambda z: f(y, gt.stop_gradient(G(z))))(z)
-        claim("two separate steps raise an error", False)
+        claim("without the graph of G, d/dz raises an error", False)
     except gradtools.DisconnectedInputError as error:
         claim(f"without the graph of G, d/dz raises an error: {str(error).split('.')[0]}", True)
 

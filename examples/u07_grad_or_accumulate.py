@@ -46,7 +46,7 @@ def show(gt, backend):
     claim(
         f"{THREADS} threads: {wrong} gradients differ from the gradients of one thread", wrong == 0
     )
-    claim("no buffer was changed", not np.any(read("w")) and not np.any(read("b")))
+    claim("the gradient buffers are unchanged", not np.any(read("w")) and not np.any(read("b")))
 
     full = gt.grad(loss)(params, gt.asarray(images), gt.asarray(labels))
     apart = difference(flat(gt, total.mean()), flat(gt, full))

@@ -96,9 +96,7 @@ def show(gt, backend):
         f"with straight_through the volume fraction reaches {reached:.3f}",
         abs(reached - TARGET) < 0.01,
     )
-    claim(
-        "and why_zero reports no lost gradient", not gt.why_zero(loss_with(fraction_fixed), photo)
-    )
+    claim("why_zero reports no lost gradient", not gt.why_zero(loss_with(fraction_fixed), photo))
     draw(gt, backend, {"photograph": photo, "term ignored": ignored, "term fixed": fixed})
     return {"ignored": ignored, "fixed": fixed}
 

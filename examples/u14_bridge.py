@@ -101,7 +101,7 @@ def fitted(gt, backend):
         value, step = by_slope(guess)
         guess = guess - 0.05 * step
     claim(
-        f"in the fit to the derivative, the loss goes from {first:.1e} to {float(value):.1e}",
+        f"fit to the derivative: the loss goes from {first:.1e} to {float(value):.1e}",
         float(value) < first / 5,
     )
     return {"found": body, "by slopes": guess}

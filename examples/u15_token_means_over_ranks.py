@@ -83,10 +83,10 @@ def show(gt, backend):
     found = of_all_ranks(gt, backend)
     weighted, own, equal = (found[:, k] for k in range(3))
     right = max(difference(g, full) for g in weighted)
-    claim(f"the mean over ranks and chunks is off by {right:.1e} on each rank", right < 1e-12)
+    claim(f"the error of the mean over ranks and chunks is {right:.1e} on each rank", right < 1e-12)
     ddp, naive = (difference(g.mean(0), full) for g in (own, equal))
-    claim(f"the mean of the ranks' token means is off by {ddp:.1%}", ddp > 0.01)
-    claim(f"the mean of all chunks' means is off by {naive:.1%}", naive > 0.01)
+    claim(f"the error of the mean of the ranks' token means is {ddp:.1%}", ddp > 0.01)
+    claim(f"the error of the mean of all chunks' means is {naive:.1%}", naive > 0.01)
     return {"mean": weighted.ravel().tolist()}
 
 

@@ -87,7 +87,9 @@ def show(gt, backend):
     )
     spread = np.mean([after[wanted == c].std(0).mean() for c in range(CLASSES)])
     real = np.mean([images[labels == c].std(0).mean() for c in range(CLASSES)])
-    claim(f"deviation in each class: generated {spread:.2f}, real {real:.2f}", spread > real / 2)
+    claim(
+        f"standard deviation in a class: generated {spread:.2f}, real {real:.2f}", spread > real / 2
+    )
     print(f"  picture: {picture(after, images, labels, backend)}")
     return {"loss and gradient at the start": first}
 

@@ -55,7 +55,7 @@ def show(gt, backend):
     modes = "auto", "forward_over_reverse"
     plain, found = (gt.grad(outer_loss(mode, 5, *fixed))(outer) for mode in modes)
     apart = difference(flat(gt, found), flat(gt, plain))
-    claim(f"through five steps both modes differ by {apart:.1e}", apart < 1e-12)
+    claim(f"after five steps the gradients of both modes differ by {apart:.1e}", apart < 1e-12)
 
     def per_step(mode):
         """Returns the memory of one additional step in kilobytes, with 400 examples.

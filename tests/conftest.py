@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Register the package's pytest plugin if it is not installed as an entry point."""
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
-    parser.addoption("--times", help="a file for the seconds that each test takes")
-    parser.addoption("--gradtools-device", default="auto", help="auto, cpu, gpu, tpu, or as gpu:1")
+    parser.addoption("--times", help="write the seconds of each test to this file")
+    parser.addoption("--gradtools-device", default="auto", help="auto, cpu, gpu, tpu or gpu:1")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,7 +61,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if limit and tiers.is_quick(item) and len(sys.modules) < modules + 20:
         here = tiers.seconds_here(float(limit))
         if taken > here:
-            pytest.fail(f"a quick test took {taken:.1f} s of {here:.1f} s: mark it as slow", False)
+            pytest.fail(f"took {taken:.1f} s, limit {here:.1f} s: mark the test as slow", False)
     return result
 
 
@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:
-        raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
+        raise pytest.UsageError("no backend: install torch or jax, or change --gradtools-backend")
     if "jax" in wanted:
         from tests.support.xla_defaults import compile_quickly, keep_compiled
 
@@ -256,4 +256,4 @@ def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left = changed or state_of_process.changes(before, LEFT)
     if left:
         when = "between two tests" if changed else request.node.nodeid
-        pytest.fail(f"{when}: left behind: {'; '.join(left)}", pytrace=False)
+        pytest.fail(f"{when}: state was not restored: {'; '.join(left)}", pytrace=False)

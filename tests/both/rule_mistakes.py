@@ -100,7 +100,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
     "None for a nonzero cotangent": (
         ("argument 1", "None"), product, lambda xp, r, c: (r[1] * c, None), X, Y,
     ),
-    "the cotangent forgotten": (
+    "a bwd that ignores the cotangent": (
         ("argument 0", "not linear in the cotangent"), sin, lambda xp, r, c: (xp.cos(r[0]),), X,
     ),
     "a missing conjugate": (
@@ -132,7 +132,7 @@ mistake("None in the forward rule", "jvp", "argument 0", "None")(
 mistake("affine in the tangent", "jvp", "not linear in the tangent")(
     by_jvp(square, lambda gt, p, t: 2 * p[0] * t[0] + 1, X)
 )
-mistake("a tangent left out", "jvp", "argument 1")(
+mistake("a forward rule that ignores a tangent", "jvp", "argument 1")(
     by_jvp(product, lambda gt, p, t: t[0] * p[1], X, Y)
 )
 
@@ -178,12 +178,12 @@ mistake("a detached residual", "residual [0]", "argument 0", "second")(
 mistake("a residual that NumPy computes", "residual", "second", only="torch")(
     by_bwd(sin, _by_cos, X, res=lambda gt, x: gt.asarray(np.cos(gt.to_numpy(x))))
 )
-mistake("the forward rule takes a primal as a constant", "jvp is correct at first order", "second")(
-    by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X)
-)
+mistake(
+    "the forward rule treats a primal as a constant", "jvp is correct at first order", "second"
+)(by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X))
 
 
-@mistake("bwd takes a residual as a constant", "bwd is correct at first order", "argument 0")
+@mistake("bwd treats a residual as a constant", "bwd is correct at first order", "argument 0")
 def _(gt):
     bwd = lambda xp, r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)
     return by_bwd(lambda xp, x: x**3, bwd, X)(gt)
@@ -263,7 +263,7 @@ def _(gt):
     return vjp(gt, f, fwd, lambda _, c: (2 * last["x"] * c,)), (X,)
 
 
-@mistake("a number drawn anew", "bwd", "two calls", only="torch")
+@mistake("a new random number in each call", "bwd", "two calls", only="torch")
 def _(gt):
     import torch
 
@@ -311,7 +311,7 @@ RIGHT_BWD = {  # f, bwd, the arguments
         product, lambda xp, r, c: (r[1] * c, r[0] * c), 1e8 * X, 1e-7 * Y,
     ),
     "float32": (sin, _by_cosine, X.astype(np.float32)),
-    "one domain alone": (
+    "a logarithm of small numbers": (
         lambda xp, x: xp.log(x), lambda xp, r, c: (c / r[0],), 1e-3 * POSITIVE,
     ),
     "rows of a matrix at given indices": (lambda xp, x, i: x[i], _rows, X, np.array([2, 0, 2])),

@@ -408,7 +408,7 @@ for x in (zeroth, first):
     g = jax.grad(lambda x: (f(x) * x).sum())(x)
     assert g.devices() == x.devices()
     np.testing.assert_allclose(g, 3 * np.arange(3.0) ** 2)
-assert (f(jnp.arange(3.0)) + first).devices() == first.devices()  # what is not committed moves
+assert (f(jnp.arange(3.0)) + first).devices() == first.devices()  # uncommitted arrays move
 mesh = jax.make_mesh((2,), ("a",))
 spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("a")))
 assert (f(spread) + spread).sharding.is_equivalent_to(spread.sharding, 1)

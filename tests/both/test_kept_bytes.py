@@ -19,7 +19,7 @@ PROGRAMS = {
     "a layer": lambda p, x, w: p.tanh(x @ w),
     "five layers": lambda p, x, w: layers(p, x, w, 5),
     "a transpose": lambda p, x, w: p.exp(x).T * p.sin(x).T,
-    "parts put together": lambda p, x, w: p.concatenate([p.exp(x), p.sin(x)], 1) ** 2,
+    "a concatenation": lambda p, x, w: p.concatenate([p.exp(x), p.sin(x)], 1) ** 2,
     "a softmax": lambda p, x, w: weights(p, x),
     "attention": lambda p, x, w: weights(p, x @ w @ x.T) @ x,
     "a norm": lambda p, x, w: p.sqrt((x * x).sum()),

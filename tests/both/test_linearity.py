@@ -29,9 +29,9 @@ def _norm(xp, v):
 
 
 FORGOTTEN = {  # maps that are nonzero at zero
-    "a forgotten vector": lambda xp, x, v: xp.cos(x) + 0 * v,
+    "a map that ignores the vector": lambda xp, x, v: xp.cos(x) + 0 * v,
     "an added constant": lambda xp, x, v: xp.cos(x) * v + 0.01,
-    "a sum for a product": lambda xp, x, v: xp.cos(x) + v,
+    "a sum in place of a product": lambda xp, x, v: xp.cos(x) + v,
     "a constant in one branch": lambda xp, x, v: xp.where(x > 1, x, v),
 }
 NOT_LINEAR = {

@@ -17,7 +17,7 @@ from gradtools.testing.cross_checking.precision import highest_precision, settin
 
 NEWER = hasattr(torch.backends, "fp32_precision")  # requires PyTorch 2.9
 STATES = {
-    "as PyTorch comes": "pass",
+    "PyTorch's defaults": "pass",
     "older: high": "torch.set_float32_matmul_precision('high')",
     "older: medium, no TF32 in cuDNN": "torch.set_float32_matmul_precision('medium'); "
     "torch.backends.cudnn.allow_tf32 = False",
@@ -70,7 +70,7 @@ def test_an_operator_that_evaluates_again_reads_any_setting(state, operator):
     assert settings() == before
 
 
-@pytest.mark.skipif(not NEWER, reason="the precision of oneDNN can be set in PyTorch 2.9 and later")
+@pytest.mark.skipif(not NEWER, reason="the setting of oneDNN requires PyTorch 2.9")
 def test_the_checks_compare_at_the_highest_precision():
     seen, matmul, args = [], torch.backends.mkldnn.matmul, (np.ones(2),)
 

@@ -26,7 +26,7 @@ def backend(request):
     if request.param not in gradtools.available_backends():
         pytest.skip(f"{request.param} is not installed")
     if request.param not in chosen and chosen not in ("both", "all"):
-        pytest.skip(f"--gradtools-backend {chosen}")
+        pytest.skip(f"not selected by --gradtools-backend {chosen}")
     return request.param
 
 

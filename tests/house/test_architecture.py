@@ -14,13 +14,13 @@ from tests.support import walks
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the page has the walks of Python 3.11")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the page shows the calls in Python 3.11")
 def test_the_walks_are_those_of_now():
     done = fresh(
         "from tests.support import walks; page = walks.PAGE.read_text('utf-8'); "
         "assert walks.written(page, walks.blocks()) == page"
     )
-    assert done.returncode == 0, f"python -m tests.support.walks rewrites them\n{done.stderr}"
+    assert done.returncode == 0, f"run python -m tests.support.walks\n{done.stderr}"
 
 
 def fresh(run):
@@ -43,7 +43,7 @@ AT_MOST = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="counted on Python 3.11")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the limits apply to Python 3.11")
 def test_no_walk_grows_longer():
     done = fresh(
         "from tests.support import walks; "
@@ -53,7 +53,7 @@ def test_no_walk_grows_longer():
     counts = ast.literal_eval(done.stdout)
     assert counts.keys() == AT_MOST.keys()
     longer = {k: n for k, n in counts.items() if n[0] > AT_MOST[k][0] or n[1] > AT_MOST[k][1]}
-    assert not longer, "python -m tests.support.walks --counts; is each step in its own file?"
+    assert not longer, f"more calls than the limits: {longer}"
     assert all(0 < changes < calls for calls, changes in counts.values())
 
 

@@ -256,10 +256,10 @@ PROGRAMS = {
 
         before = {{name: getattr(gt, name) for name in gt.__all__}}
         print([name for name in gt.__all__ if globals()[name] is not before[name]])
-        for room in pkgutil.iter_modules(gt.__path__):
+        for module in pkgutil.iter_modules(gt.__path__):
             try:
-                importlib.import_module(gt.__name__ + "." + room.name)
-            except ModuleNotFoundError:  # a room for a library that is not installed
+                importlib.import_module(gt.__name__ + "." + module.name)
+            except ModuleNotFoundError:  # an integration without its library
                 pass
         print([name for name in gt.__all__ if vars(gt)[name] is not before[name]])
         try:

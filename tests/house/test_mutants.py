@@ -43,5 +43,5 @@ def test_a_mutant_is_seen_by_a_test_that_rests_on_it_and_by_no_other(tmp_path):
     assert found == ["seen", "survived"]
     assert mutants.outcome(copy, mutant.tests) == "survived"
     twice = mutants.Mutant("sums.py", "a", "b", ("test_sums.py",))
-    with pytest.raises(ValueError, match="times instead of once"):
+    with pytest.raises(ValueError, match="expected 1 occurrence of the text, found"):
         twice.of(package)

@@ -77,7 +77,7 @@ def test_every_public_name_is_documented_with_an_example(gt, name):
     assert text.splitlines()[0].endswith((".", ":")) and len(text.splitlines()[0]) <= 100
     parameters = inspect.signature(getattr(gt, name)).parameters
     for parameter in parameters:
-        assert f"{parameter}:" in text or f"{parameter}`" in text, f"{parameter} is not explained"
+        assert f"{parameter}:" in text or f"{parameter}`" in text, f"{parameter} is not documented"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -142,44 +142,44 @@ def test_an_editor_completes_public_names_alone(backend):
 ALONE = dict(
     line.split(": ", 1)
     for line in """
-seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
-jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
-jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
-jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
-torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives
-torch/rules/signatures.py: what the calls of a rule share; JAX's are traced
-torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
-torch/compiling.py: jit needs no care; dynamo does
-seeing/torch/_upstream.py: private names of PyTorch that recorders use; JAX's are in its one room
-seeing/torch/undo.py: what a run changes is put back; JAX's functions are pure
-seeing/torch/thread_patches.py: calls that no mode sees; JAX traces them
-seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
-torch/nn.py: the reversal layer of torch.nn
-jax/linen.py: where users find the reversal layer of flax.linen
-torch/modes.py: levels of a thread; JAX has none
-torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
-torch/edits.py: the node of an edit of one tensor; in JAX all edits are in `rules/installing.py`
-torch/state.py: random streams and buffers that change; JAX's functions are pure
+seeing/torch/recording/: recorders of eager runs; JAX traces a jaxpr
+jax/rules/primitives.py: the primitives of a rule in a jaxpr; PyTorch has one Function per rule
+jax/rules/linearizing.py: traced jvp and vjp maps of a rule; PyTorch calls the maps in eager code
+jax/jaxprs.py: evaluation of jaxprs; PyTorch has no jaxprs
+torch/rules/functions.py: the autograd Function of a rule; JAX has primitives
+torch/rules/signatures.py: caches for repeated calls of a rule; JAX traces each call
+torch/functorch_wrappers.py: tensors wrapped by torch.func; JAX has tracers
+torch/compiling.py: settings for dynamo; `jax.jit` needs none
+seeing/torch/_upstream.py: private names for the recorders; JAX has one file for private names
+seeing/torch/undo.py: the side effects of a run are undone; JAX functions are pure
+seeing/torch/thread_patches.py: patches of calls that modes do not intercept; JAX traces all calls
+seeing/torch/live_graph.py: the autograd graph of existing tensors; JAX arrays have no graph
+torch/nn.py: the reversal layer for torch.nn
+jax/linen.py: the reversal layer for flax.linen
+torch/modes.py: thread-local modes; JAX has none
+torch/operation_marks.py: marks of internal operations; in JAX the name of a jaxpr identifies them
+torch/edits.py: the autograd node of an edit; in JAX all edits are in `rules/installing.py`
+torch/state.py: random streams and buffers that change; JAX functions are pure
 torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
-torch/recomputation.py: programs that run again; in JAX `recomputing.py`
-torch/gradient_tensors.py: detached results and zeros; arrays of JAX have no graph
-torch/function_modes.py: kernels by modes of a thread; JAX has no fused kernels to replace
-torch/normalization.py: norms that can be mapped; JAX has no fused ones
-torch/many_tangents.py: one pass for each tangent; JAX maps
-torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
-torch/transformed_modules.py: modules that operators return; JAX's are in `module_arguments`
-torch/lazy_graphs.py: graphs of derivatives at modules; JAX differentiates programs
-jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
-jax/shardings.py: meshes of devices; PyTorch's are its processes'
-jax/recomputing.py: programs that are computed again; in PyTorch `recomputation.py`
-jax/nnx.py: where users find the reversal layer of flax.nnx
-jax/equinox.py: where users find the reversal layer of equinox
-seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
-seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
-jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
-seeing/jax/tracing.py: traces of programs that decide on values; PyTorch runs them
-seeing/jax/unrolling.py: a jaxpr's loops and branches at given values; PyTorch runs them
-jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
+torch/recomputation.py: recomputed functions; in JAX `recomputing.py`
+torch/gradient_tensors.py: detached results and zeros; JAX arrays have no graph
+torch/function_modes.py: a choice of kernels by function modes; JAX has no fused kernels to replace
+torch/normalization.py: norms of elementary operations; JAX has no fused norms
+torch/many_tangents.py: one pass for each tangent; JAX uses `vmap`
+torch/autograd_graph.py: a traversal of the autograd graph; JAX has a jaxpr
+torch/transformed_modules.py: modules that operators return; in JAX in `module_arguments`
+torch/lazy_graphs.py: graphs that a backward pass builds; JAX differentiates programs
+jax/compiled_once.py: a cache of compiled eager programs; PyTorch compiles none
+jax/shardings.py: meshes with Explicit axes; PyTorch has processes
+jax/recomputing.py: recomputed functions; in PyTorch `recomputation.py`
+jax/nnx.py: the reversal layer for flax.nnx
+jax/equinox.py: the reversal layer for equinox
+seeing/jax/graphs.py: conversion of a jaxpr to a graph; PyTorch records the graph at run time
+seeing/jax/source_lines.py: the source line of an equation; the recorders of PyTorch store the line
+jax/slicing.py: slices of arrays that may be sharded; in PyTorch in `chunking`
+seeing/jax/tracing.py: traces of programs with branches on values; PyTorch runs the branches
+seeing/jax/unrolling.py: loops and branches of a jaxpr at given values; PyTorch runs them
+jax/reachability.py: reachability in the jaxpr; PyTorch has the autograd graph
 """.strip().splitlines()
 )
 

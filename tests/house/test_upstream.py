@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_no_file_but_the_room_of_its_wing_uses_a_private_name_of_a_framework():
     found = [use for use in names.private_names() if use.file not in names.ROOMS]
-    assert not found, "\n".join(["put these into the wing's _upstream.py:", *map(str, found)])
+    assert not found, "\n".join(["move to the backend's _upstream.py:", *map(str, found)])
 
 
 SEEN = [
@@ -94,22 +94,22 @@ def _is_private(node: ast.AST) -> bool:
 def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
     found = [use for use in names.patches() if use.file not in names.ROOMS]
     assert not found, "\n".join(
-        ["put these into seeing/torch/thread_patches.py:", *map(str, found)]
+        ["move these patches to seeing/torch/thread_patches.py:", *map(str, found)]
     )
 
 
 # --- code that upstream maintainers would reject -------------------------------------------------
 
 REFUSED = {
-    "memory read by its address": r"^import ctypes|from_address\(",
+    "memory that is read by address": r"^import ctypes|from_address\(",
     "an import hook": r"\bmeta_path\b",
-    "an operator registered for the process": r"\blibrary\.Library\(",
-    "a look at bytecode": r"\bopmap\b",
+    "a global registration of an operator": r"\blibrary\.Library\(",
+    "an inspection of bytecode": r"\bopmap\b",
 }
 
 
 @pytest.mark.slow_at(
-    "an import hook", "an operator registered for the process", "a look at bytecode"
+    "an import hook", "a global registration of an operator", "an inspection of bytecode"
 )
 @pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
 def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):

@@ -49,7 +49,7 @@ UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_a
 @pytest.mark.parametrize("name", ahead.cases())
 def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
     if name in ahead.NOT_COMPILED[target.platform]:
-        pytest.skip("jax#23971: a callback's lowering asks for a device")
+        pytest.skip("jax#23971: the lowering of a callback requires a device")
     ways = ahead.operator(target, name)
     ours, hand = ways[OURS], ways[HAND]
     if name not in UNEQUAL:

@@ -435,7 +435,7 @@ def everything(w, x):  # every device computes the whole loss
     rows = gt.all_gather({"z": run(w, x)}, "b")["z"]
     return whole(rows, rows)
 
-def own(w, x):  # or its part, the loss being the mean of them
+def own(w, x):  # each device computes its part; the loss is the mean
     z = run(w, x)
     return whole(z, gt.all_gather(z, "b"))
 
@@ -445,14 +445,14 @@ for loss in (everything, own):
         on_mesh = lambda g: jax.shard_map(
             g, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=check
         )
-        # with check_vma a weight that is the same everywhere must be said to vary: else jax.grad
-        # sums over devices by itself, and there is nothing left for pmean to average
+        # With check_vma, w must be cast to a varying array: otherwise jax.grad sums the gradients
+        # over devices, and pmean does not change the sum.
         vary = lambda w: jax.lax.pcast(w, "b", to="varying") if check else w
         step = on_mesh(lambda w, x: mean(jax.value_and_grad(loss)(vary(w), x)))
         near(jax.jit(step)(w, X), (full[0], full[1][0]))
         if check:
             near(jax.jit(on_mesh(jax.grad(loss)))(w, X), 8 * full[1][0])
-        # the mean inside of what is differentiated is right in any case
+        # A mean inside of the differentiated function is correct without a cast.
         inside = on_mesh(lambda w, x: mean(jax.grad(lambda w: mean(loss(w, x)))(w)))
         near(jax.jit(inside)(w, X), full[1][0])
         outside = jax.value_and_grad(on_mesh(lambda w, x: mean(loss(w, x))), (0, 1))

@@ -24,7 +24,7 @@ import gradtools.jax as gt
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 jax.config.update("jax_enable_x64", True)
 E, A = AxisType.Explicit, AxisType.Auto
-assert jax.make_mesh((8,), ("d",)).axis_types == (E,)  # what JAX gives now
+assert jax.make_mesh((8,), ("d",)).axis_types == (E,)  # the default of JAX
 MESHES = {
     "explicit": jax.make_mesh((4, 2), ("d", "m"), axis_types=(E, E)),
     "auto": jax.make_mesh((4, 2), ("d", "m"), axis_types=(A, A)),
@@ -98,7 +98,7 @@ def check(name, way, run, spec, mesh, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-9)
     if way == "jit" and E in mesh.axis_types:
-        out = jax.tree.leaves(found)[0]  # sharded as the batch is
+        out = jax.tree.leaves(found)[0]  # sharded like the batch
         assert jax.typeof(out).sharding.spec[0] == jax.typeof(x).sharding.spec[0], name
 
 
@@ -107,14 +107,14 @@ for (number, (name, p)), (way, how) in itertools.product(
 ):
     if way == "jit" and name not in LAID_OUT:
         continue
-    in_turn = [*MESHES][1:][number % 3]  # of the meshes that are not explicit alone
+    in_turn = [*MESHES][1:][number % 3]  # one of the meshes that are not fully explicit
     run = how(p)
     expected = run(jnp.asarray(WS), jnp.asarray(XS))
     for (kind, mesh), spec in itertools.product(MESHES.items(), SPECS):
         if kind != "explicit" and (spec != SPECS[1] or kind != in_turn):
             continue
         try:
-            if way == "jit":  # without a mesh around it
+            if way == "jit":  # no mesh is set
                 check(name, way, run, spec, mesh, expected)
                 continue
             with jax.set_mesh(mesh):
@@ -126,7 +126,7 @@ for (number, (name, p)), (way, how) in itertools.product(
 
 
 def token_means(varying):
-    # Of eight devices by an accumulator; the first has no tokens.
+    # Accumulates gradients on eight devices; the first device has no tokens.
     counts = np.arange(16.0) % 5 * (np.arange(16) >= 2)
     loss = lambda w, x, t: (t * jnp.sin(x @ w).sum(1)).sum() / t.sum()
 

@@ -14,19 +14,19 @@ X, B = jnp.arange(1.0, 4.0), jnp.ones((4, 3))
 
 def of_three(a):
     if a.shape[-1] != 3:
-        raise ValueError(f"a field has 3 entries, got the shape {a.shape}")
+        raise ValueError(f"expected a field of 3 entries, got shape {a.shape}")
     return a
 
 
 def an_array(a):
     if not isinstance(a, jax.Array | np.ndarray):
-        raise TypeError(f"a field holds an array, got {type(a)}")
+        raise TypeError(f"expected an array, got {type(a)}")
     return a
 
 
 def floating(a):
     if not jnp.issubdtype(a.dtype, jnp.floating):
-        raise TypeError(f"a field is floating, got {a.dtype}")
+        raise TypeError(f"expected a floating-point array, got {a.dtype}")
     return a
 
 

@@ -76,9 +76,9 @@ NUMBERS = {
     "a branch": (lambda x, train: 2 * x if train else x, True),
     "a loop": (lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x), 3),
     "a shape": (lambda x, n: x.reshape(n, -1) * 2, 2),
-    "a scalar of NumPy": (lambda x, n: x.reshape(n, -1) * 2, np.int64(2)),
+    "a NumPy integer as shape": (lambda x, n: x.reshape(n, -1) * 2, np.int64(2)),
     "a rate": (lambda x, rate: x * 3 if rate > 0 else x, 0.5),
-    "a rate of NumPy": (lambda x, rate: x * 3 if rate > 0 else x, np.float32(0.5)),
+    "a NumPy float in a branch": (lambda x, rate: x * 3 if rate > 0 else x, np.float32(0.5)),
     "a factor": (lambda x, factor: x * factor, 0.5),
 }
 

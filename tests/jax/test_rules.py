@@ -219,8 +219,8 @@ import gradtools.jax as gt
 P, psum = jax.sharding.PartitionSpec, lambda x: jax.lax.psum(x, "i")
 mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 X, W = jnp.linspace(0.5, 2, 8).reshape(4, 2), jnp.array([0.3, -0.7])
-shared = lambda w, b: jnp.tanh(b * w).sum(-1) + (w**2).sum()  # w is the same on each device
-summed = lambda x: psum(jnp.sin(x))  # the output is
+shared = lambda w, b: jnp.tanh(b * w).sum(-1) + (w**2).sum()  # w is replicated
+summed = lambda x: psum(jnp.sin(x))  # the output is replicated
 
 def ruled(f, mode, fwd=None, bwd=None):
     if mode == "frozen":

@@ -19,9 +19,9 @@ def drop(x, key):
 
 SHARED = {
     "captured": lambda x: drop(x, KEY),
-    "an old key": lambda x: drop(x, jax.random.PRNGKey(0)),
-    "split for examples": lambda x: jax.vmap(drop)(x, jax.random.split(KEY, len(x))),
-    "in a loop": lambda x: jax.lax.scan(
+    "a legacy key": lambda x: drop(x, jax.random.PRNGKey(0)),
+    "a key split over the examples": lambda x: jax.vmap(drop)(x, jax.random.split(KEY, len(x))),
+    "a key split over a loop": lambda x: jax.lax.scan(
         lambda c, k: (drop(c, k), None), x, jax.random.split(KEY, 2)
     )[0],
 }

@@ -71,7 +71,7 @@ def test_a_trace_is_told_from_none():
     assert seen == [True, False, False, False]
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX linearizes the jvp")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX linearizes jvp rules")
 def test_a_primitive_is_linearized_by_its_rule():
     double, seen = upstream.Primitive("double"), []
     double.def_impl(lambda x: 2 * x)

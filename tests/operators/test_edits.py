@@ -226,11 +226,11 @@ CLIPPED = {
         [[0.3], [0.4j], [1.2]],
         1e-7,
     ),
-    "a zero, norm": ([[0.0, 0.0], [0j]], {"max_norm": 1.0}, [[0.0, 0.0], [0j]], 0),
-    "a zero to a norm of zero": ([[0.0], [0j]], {"max_norm": 0.0}, [[0.0], [0j]], 0),
-    "a norm of zero": ([[1.0, -2.0]], {"max_norm": 0.0}, [[0.0, 0.0]], 0),
-    "a value of zero": ([[1.0, -2.0, 0.0]], {"max_value": 0.0}, [[0.0, 0.0, 0.0]], 0),
-    "an infinite norm": ([[1.0], [1 + 2j]], {"max_norm": _INF}, [[1.0], [1 + 2j]], 0),
+    "zeros, norm": ([[0.0, 0.0], [0j]], {"max_norm": 1.0}, [[0.0, 0.0], [0j]], 0),
+    "zeros, max_norm=0": ([[0.0], [0j]], {"max_norm": 0.0}, [[0.0], [0j]], 0),
+    "max_norm=0": ([[1.0, -2.0]], {"max_norm": 0.0}, [[0.0, 0.0]], 0),
+    "max_value=0": ([[1.0, -2.0, 0.0]], {"max_value": 0.0}, [[0.0, 0.0, 0.0]], 0),
+    "max_norm=inf": ([[1.0], [1 + 2j]], {"max_norm": _INF}, [[1.0], [1 + 2j]], 0),
     "NaN, value": ([[_NAN, 2.0, -3.0]], {"max_value": 1.0}, [[_NAN, 1.0, -1.0]], 0),
     "NaN, modulus": ([[_NAN + 1j, 2j]], {"max_value": 1.0}, [[complex(_NAN, _NAN), 1j]], 0),
     "infinity": ([[_INF, -_INF, 1.0]], {"max_value": 2.0}, [[2.0, -2.0, 1.0]], 0),
@@ -619,7 +619,7 @@ def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
 
 def test_a_captured_leaf_of_a_transform_gets_no_gradient_of_first_order(gt, backend_name):
     if backend_name != "torch":
-        pytest.skip("JAX has no leaves")
+        pytest.skip("JAX has no leaf tensors")
     x, w = (gt.asarray(np.ones(3)).requires_grad_() for _ in range(2))
     captured = w * 2
     y = gt.transform_gradient(x * 1, lambda g: g * captured)

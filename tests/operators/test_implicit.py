@@ -153,9 +153,9 @@ def product_root(gt, a, b):
 
 CLOSURES = {
     "gradients": lambda gt, f, a, b: gt.grad(f, (0, 1))(a, b),
-    "beside another use": lambda gt, f, a, b: gt.grad(lambda b: f(a, b) + b)(b),
+    "a captured array with another use": lambda gt, f, a, b: gt.grad(lambda b: f(a, b) + b)(b),
     "tangents": lambda gt, f, a, b: gt.jvp(f, (a, b), (a, b))[1],
-    "the tangent alone": lambda gt, f, a, b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1],
+    "the tangent of a captured array": lambda gt, f, a, b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1],
     "hessian": lambda gt, f, a, b: gt.hessian(f, (0, 1))(a, b),
     "forward over forward": lambda gt, f, a, b: gt.jvp(
         lambda b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1], (b,), (b,)
@@ -191,7 +191,7 @@ def gt_leaves(tree):
 def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
     """A deep equilibrium model in PyTorch, with and without a gradient edit in its step."""
     if backend_name == "jax":
-        pytest.skip("a module of PyTorch")
+        pytest.skip("needs a PyTorch module")
     import torch
 
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
 
 def test_a_captured_tensor_that_only_a_function_takes_is_refused(backend_name):
     if backend_name == "jax":
-        pytest.skip("a Function of PyTorch")
+        pytest.skip("needs a torch.autograd.Function")
     import torch
 
     import gradtools.torch as gt

@@ -73,32 +73,36 @@ INNER = (
     ],
     *[
         Inner(
-            f"{name} of exp, cut", lambda gt, x, xp, d=d: gt.stop_gradient(d(gt, xp.exp, x)), None
+            f"{name} of exp, stopped",
+            lambda gt, x, xp, d=d: gt.stop_gradient(d(gt, xp.exp, x)),
+            None,
         )
         for name, d in DERIVATIVES.items()
     ],
     Inner("of a linear function", lambda gt, x, xp: gt.grad(lambda z: 3 * z)(x), 0.0),
     Inner("of the identity", lambda gt, x, xp: gt.grad(lambda z: z)(x), 0.0),
     Inner("of a square", lambda gt, x, xp: gt.grad(lambda z: z**2)(x), 2.0),
-    Inner("of a square twice", lambda gt, x, xp: gt.grad(gt.grad(lambda z: z**2))(x), 0.0),
+    Inner("second, of a square", lambda gt, x, xp: gt.grad(gt.grad(lambda z: z**2))(x), 0.0),
     Inner("of where", lambda gt, x, xp: gt.grad(lambda z: xp.where(z > 0, z, 0 * z))(x), 0.0),
-    Inner("with an inner stop", lambda gt, x, xp: gt.grad(lambda z: z * _s(gt, z))(x), 0.0),
+    Inner("of z times stopped z", lambda gt, x, xp: gt.grad(lambda z: z * _s(gt, z))(x), 0.0),
     Inner("two-step", lambda gt, y, xp: _two_step(gt, y, False), 2 * _mixed(1.2, 1.5)),
     Inner(
         "two-step, separable",
         lambda gt, y, xp: gt.grad(lambda z: y + z**2)(_z(gt)),
         0.0,
     ),
-    Inner("cut, with a second path", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
+    Inner(
+        "stopped, with a second path", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4
+    ),
     Inner("hessian of a square", lambda gt, x, xp: gt.hessian(lambda z: z**2)(x), 0.0),
     Inner(
         "jvp of a linear function", lambda gt, x, xp: gt.jvp(lambda z: 3 * z, (x,), (x,))[1], 3.0
     ),
-    Inner("cut", lambda gt, x, xp: _stopped(gt, lambda z: z**2)(x), None),
-    Inner("two-step, cut", lambda gt, y, xp: _two_step(gt, y, True), None),
-    Inner("two-step by a pullback, cut", lambda gt, y, xp: _pulled(gt, y), None),
+    Inner("stopped", lambda gt, x, xp: _stopped(gt, lambda z: z**2)(x), None),
+    Inner("two-step, stopped", lambda gt, y, xp: _two_step(gt, y, True), None),
+    Inner("two-step by a pullback, stopped", lambda gt, y, xp: _pulled(gt, y), None),
     Inner(
-        "a jvp, cut",
+        "a jvp, stopped",
         lambda gt, x, xp: gt.stop_gradient(gt.jvp(lambda z: z**3, (x,), (x * 0 + 1,))[1]),
         None,
     ),
@@ -131,7 +135,7 @@ def _ways(gt: Any, f: Any, x: Any) -> dict[str, Callable[[], Any]]:
 _WARNS = ("grad", "strict", "value_and_grad")
 
 
-@pytest.mark.quick_at("torch", "with an inner stop", "two-step, separable")
+@pytest.mark.quick_at("torch", "of z times stopped z", "two-step, separable")
 @pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 @pytest.mark.parametrize("inner", HONEST, ids=str)
 def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backend_name, inner):

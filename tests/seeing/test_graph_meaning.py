@@ -168,7 +168,7 @@ def computed(graph, given):
     for v in graph.captured:
         name = graph.values[v].name
         if not name.startswith("["):
-            assert is_number(name), f"{name or 'a captured value'} is no number"
+            assert is_number(name), f"{name or 'a captured value'} is not a number"
         values[v] = np.asarray(eval(name, {"inf": np.inf, "nan": np.nan}))
     for node in graph.nodes:
         values.update(zip(node.outputs, one(node, [values[v] for v in node.inputs]), strict=False))
@@ -188,7 +188,7 @@ def one(node, given):
     named = [placeholder("", x.shape, kind_of(DTYPES[x.dtype.kind])) for x in given]
     result = made(node.operation, named, told)
     if result is None:
-        assert node.operation in BY_NAME, f"no {node.operation} of {len(given)} with {told}"
+        assert node.operation in BY_NAME, f"no NumPy code for {node.operation} with {told}"
         plain = BY_NAME[node.operation](*given, **told)
         return plain if isinstance(plain, list) else [plain]
     results = list(result) if isinstance(result, list | tuple) else [result]
@@ -202,10 +202,10 @@ def untrue(gt, words, operation, said):
     given = [gt.asarray(ARGUMENTS[name]) for name in names]
     graph = gt.gradient_graph(f, *given, order=0)
     if operation not in {node.operation for _, node in graph.walk()}:
-        return f"no {operation} in {said}\n{graph}"
+        return f"{said} contains no {operation}\n{graph}"
     (found,), expected = computed(graph, [ARGUMENTS[n] for n in names]), gt.to_numpy(f(*given))
     same = found.shape == expected.shape and np.allclose(found, expected, rtol=1e-6, atol=0)
-    return "" if same else f"{said}\n{graph}\n{found} is not\n{expected}"
+    return "" if same else f"{said}\n{graph}\ngot {found}, expected\n{expected}"
 
 
 @pytest.mark.sweep_at("jax")

@@ -225,36 +225,36 @@ BAD: dict[str, Call] = {
     )(a(V)),
     "linearize of an object": lambda gt, a: gt.linearize(lambda x: [object()], a(V)),
     "implicit_solution of a number": lambda gt, a: gt.implicit_solution(3.0, lambda a: a),
-    "implicit_solution by an unknown solver": lambda gt, a: gt.implicit_solution(
+    "implicit_solution with an unknown solver": lambda gt, a: gt.implicit_solution(
         lambda z, a: z - a, lambda a: a, "lu"
     ),
     "a solution of another shape": lambda gt, a: gt.implicit_solution(
         lambda z, a: z[0], lambda a: a
     )(a(V)),
-    "a solution that is none": lambda gt, a: gt.implicit_solution(
+    "a solution that is not a zero of F": lambda gt, a: gt.implicit_solution(
         lambda z, a: z * z - a, lambda a: a
     )(a(V) + 3),
-    "an equation of theta and z": lambda gt, a: gt.implicit_solution(
+    "an equation with swapped arguments": lambda gt, a: gt.implicit_solution(
         lambda t, z: z**3 + z - t, lambda t: 0.6 + 0 * t
     )(a(S)),
-    "an equation without theta": lambda gt, a: gt.grad(
+    "an equation that ignores theta": lambda gt, a: gt.grad(
         gt.implicit_solution(lambda z, t: z**2 - a(S), lambda t: a(S) ** 0.5)
     )(a(S)),
-    "a solution with steps": lambda gt, a: gt.implicit_solution(
+    "a solver that also returns its steps": lambda gt, a: gt.implicit_solution(
         lambda z, t: z - t, lambda t: (t, 7)
     )(a(S)),
-    "a slope of NaN": lambda gt, a: gt.grad(
+    "an equation with a derivative of NaN": lambda gt, a: gt.grad(
         gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
     )(a(S)),
-    "conjugate gradients without symmetry": lambda gt, a: gt.grad(
+    "conjugate gradients, a matrix that is not symmetric": lambda gt, a: gt.grad(
         lambda t: gt.implicit_solution(
             lambda z, t: a(np.array([[1.0, 3.0], [-3.0, 1.0]])) @ (z - t), lambda t: 1 * t, "cg"
         )(t)[0]
     )(a(V)),
-    "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
+    "retain_gradient, an integer as name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
-    "a mark, its name first": lambda gt, a: gt.retain_gradient("h", a(V)),
-    "a mark of a number": lambda gt, a: gt.retained_gradients(
+    "retain_gradient, swapped arguments": lambda gt, a: gt.retain_gradient("h", a(V)),
+    "retain_gradient of a number": lambda gt, a: gt.retained_gradients(
         lambda x: gt.retain_gradient(3, "n") * x
     )(a(S)),
     "grad of an object": lambda gt, a: gt.grad(lambda p: 1.0)(Class()),
@@ -265,14 +265,16 @@ BAD: dict[str, Call] = {
     ),
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
-    "argnums twice": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(a(S), a(S)),
-    "argnums empty": lambda gt, a: gt.grad(total(gt), argnums=())(a(V)),
-    "argnums a name": lambda gt, a: gt.grad(total(gt), argnums="x")(a(V)),
-    "argnums None": lambda gt, a: gt.hessian(total(gt), argnums=None)(a(V)),
-    "grad of keywords alone": lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
-    "a player on both sides": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, (0, 1), 1)(
+    "argnums repeats an argument": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(
         a(S), a(S)
     ),
+    "argnums is empty": lambda gt, a: gt.grad(total(gt), argnums=())(a(V)),
+    "argnums is a name": lambda gt, a: gt.grad(total(gt), argnums="x")(a(V)),
+    "argnums is None": lambda gt, a: gt.hessian(total(gt), argnums=None)(a(V)),
+    "grad of a keyword argument only": lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
+    "minimax, an argument of both players": lambda gt, a: gt.minimax_value_and_grad(
+        lambda x, y: x, (0, 1), 1
+    )(a(S), a(S)),
     # --- options
     "an unknown policy": lambda gt, a: gt.grad(total(gt), disconnected_inputs="ignore"),
     "an unknown mode of jacobian": lambda gt, a: gt.jacobian(total(gt), mode="backward"),
@@ -281,19 +283,23 @@ BAD: dict[str, Call] = {
     "grad of a number": lambda gt, a: gt.grad(3.0),
     "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
     "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
-    "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
-    "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
+    "checkpoint, an unknown value of verify": lambda gt, a: gt.checkpoint(
+        total(gt), verify="always"
+    ),
+    "an array in place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
-    "chunked by an array": lambda gt, a: gt.chunked(total(gt), a(V)),
+    "chunked, an array as chunk size": lambda gt, a: gt.chunked(total(gt), a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
-    "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
+    "transform_gradient, a number in place of a function": lambda gt, a: gt.transform_gradient(
+        a(V), 3.0
+    ),
     # --- tangents and cotangents
     "tangents without a tuple": lambda gt, a: gt.jvp(total(gt), (a(V),), a(V)),
     "primals without a tuple": lambda gt, a: gt.hvp(total(gt), a(V), (a(V),)),
-    "a tangent too few": lambda gt, a: gt.jvp(lambda x, y: x, (a(V), a(V)), (a(V),)),
-    "no primals to vjp": lambda gt, a: gt.vjp(lambda: 1.0),
-    "a tangent of another tree": lambda gt, a: gt.jvp(
+    "a missing tangent": lambda gt, a: gt.jvp(lambda x, y: x, (a(V), a(V)), (a(V),)),
+    "vjp without primals": lambda gt, a: gt.vjp(lambda: 1.0),
+    "a tangent of another structure": lambda gt, a: gt.jvp(
         lambda p: p["w"], ({"w": a(V)},), ({"b": a(V)},)
     ),
     "a tangent of another shape": lambda gt, a: gt.jvp(
@@ -302,26 +308,28 @@ BAD: dict[str, Call] = {
     "an integer tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(N),)),
     "a complex tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(Z),)),
     "a string as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
-    "a cotangent of another tree": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"z": a(V)}),
+    "a cotangent of another structure": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1](
+        {"z": a(V)}
+    ),
     "a cotangent of another shape": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"y": a(S)}),
     "None as cotangent": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](None),
     "a direction of another shape": lambda gt, a: gt.mixed_partial(
         lambda y, g: y * g, lambda z: gt.xp.sum(z), a(S), a(V), a(S)
     ),
     # --- batches
-    "in_axes too short": lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(
+    "in_axes is too short": lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(
         a(S), a(V)
     ),
     "an axis that is a string": lambda gt, a: gt.per_example_grad(
         lambda w, x: w * x, in_axes=(None, "x")
     )(a(S), a(V)),
-    "an axis beyond the array": lambda gt, a: gt.per_example_grad(
+    "an axis that the array lacks": lambda gt, a: gt.per_example_grad(
         lambda w, x: w * x, in_axes=(None, 1)
     )(a(S), a(V)),
-    "a Python number to split": lambda gt, a: gt.per_example_grad(
+    "a Python number as batch": lambda gt, a: gt.per_example_grad(
         lambda w, p: w * p["x"], in_axes=(None, {"x": 0})
     )(a(S), {"x": 2.0}),
-    "a tree of axes that does not fit": lambda gt, a: gt.per_example_grad(
+    "in_axes with another structure": lambda gt, a: gt.per_example_grad(
         lambda w, p: w * p["x"], in_axes=(None, {"y": 0})
     )(a(S), {"x": a(V)}),
     "batches of different sizes": lambda gt, a: gt.per_example_grad(lambda w, x, y: w * x * y)(
@@ -334,10 +342,10 @@ BAD: dict[str, Call] = {
     "chunked over a list of another length": lambda gt, a: gt.chunked(lambda x, y: y, 1)(
         [1, 2], a(ROWS)
     ),
-    "chunked, a key that is a carry": lambda gt, a: gt.chunked(
+    "chunked, an argument that is key and carry": lambda gt, a: gt.chunked(
         lambda x, k: x, 1, key_argnums=1, carry_argnums=1
     )(a(V), a(S)),
-    "chunked, a key that is none": lambda gt, a: gt.chunked(lambda x, k: x, 1, key_argnums=1)(
+    "chunked, a key that is a float": lambda gt, a: gt.chunked(lambda x, k: x, 1, key_argnums=1)(
         a(V), a(S)
     ),
     "chunked, a carry that is not returned": lambda gt, a: gt.chunked(
@@ -352,12 +360,12 @@ BAD: dict[str, Call] = {
     "chunked, a carry of another shape": lambda gt, a: gt.chunked(
         lambda x, c: (x, c + x), 1, carry_argnums=1
     )(a(V), a(S)),
-    "chunked, an output without the batch": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
+    "chunked, an output without a batch axis": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
         a(V)
     ),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
-    "chunked, an object returned beside an array": lambda gt, a: gt.chunked(
+    "chunked, an array and an object returned": lambda gt, a: gt.chunked(
         lambda x: {"y": x, "n": object()}, 1
     )(a(V)),
     "chunked, another structure of the last chunk": lambda gt, a: gt.chunked(
@@ -381,7 +389,7 @@ BAD: dict[str, Call] = {
             a(S), a(V)
         )
     ),
-    "microbatched_value_and_grad of the batch alone": lambda gt, a: gt.microbatched_value_and_grad(
+    "microbatched_value_and_grad of only the batch": lambda gt, a: gt.microbatched_value_and_grad(
         gt.xp.sum, 1
     )(a(V)),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
@@ -394,8 +402,8 @@ BAD: dict[str, Call] = {
     "a complex scale": lambda gt, a: gt.scale_gradient(a(V), 1j),
     "a scale of another shape": lambda gt, a: gt.reverse_gradient({"x": a(V)}, a(np.ones(3))),
     "a scale that is a string": lambda gt, a: gt.scale_gradient(a(V), "half"),
-    "clip_gradient by nothing": lambda gt, a: gt.clip_gradient(a(V)),
-    "clip_gradient by a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
+    "clip_gradient without a bound": lambda gt, a: gt.clip_gradient(a(V)),
+    "clip_gradient with a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
     "clip_gradient by a negative NumPy number": lambda gt, a: gt.clip_gradient(
         a(V), max_norm=np.float32(-1)
     ),
@@ -409,20 +417,24 @@ BAD: dict[str, Call] = {
         a(V), max_value=a(np.array(-1.0))
     ),
     "clip_gradient by a string": lambda gt, a: gt.clip_gradient(a(V), max_norm="one"),
-    "replace_gradient of another tree": lambda gt, a: gt.replace_gradient({"x": a(V)}, {"y": a(V)}),
+    "replace_gradient of another structure": lambda gt, a: gt.replace_gradient(
+        {"x": a(V)}, {"y": a(V)}
+    ),
     "replace_gradient of another shape": lambda gt, a: gt.replace_gradient(
         {"x": a(V)}, {"x": a(S)}
     ),
-    "transform_gradient to another shape": lambda gt, a: gt.grad(
+    "transform_gradient, a result of another shape": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, gt.xp.sum))
     )(a(V)),
-    "straight_through to another shape": lambda gt, a: gt.straight_through(gt.xp.sum)(a(V)),
-    "straight_through to an index": lambda gt, a: gt.straight_through(gt.xp.argmax)(a(V)),
+    "straight_through, an output of another shape": lambda gt, a: gt.straight_through(gt.xp.sum)(
+        a(V)
+    ),
+    "straight_through, an integer output": lambda gt, a: gt.straight_through(gt.xp.argmax)(a(V)),
     "frozen of a number": lambda gt, a: gt.frozen(3.0),
     "straight_through of two arguments": lambda gt, a: gt.straight_through(lambda x, y: x)(
         a(V), a(V)
     ),
-    "transform_gradient to a string": lambda gt, a: gt.grad(
+    "transform_gradient, a string as result": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: "done"))
     )(a(V)),
     "jvp through clip_gradient": lambda gt, a: pushed(gt, clipped(gt))(a(V)),
@@ -430,20 +442,22 @@ BAD: dict[str, Call] = {
     "linearize through replace_gradient": lambda gt, a: gt.linearize(known(gt), a(V))[1](a(V)),
     # --- rules and host functions
     "a rule without fwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(None, lambda r, c: (c,)),
-    "a forward rule that is none": lambda gt, a: gt.custom_rule(lambda x: x).defjvp(3.0),
-    "static_argnames unknown": lambda gt, a: gt.custom_rule(lambda x: x, static_argnames="n"),
-    "a rule that was not given": lambda gt, a: gt.grad(
+    "a forward rule that is a number": lambda gt, a: gt.custom_rule(lambda x: x).defjvp(3.0),
+    "an unknown name in static_argnames": lambda gt, a: gt.custom_rule(
+        lambda x: x, static_argnames="n"
+    ),
+    "a custom_rule without a rule": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.custom_rule(lambda x: x * x)(x))
     )(a(V)),
-    "bwd returns no tuple": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: c),
+    "bwd does not return a tuple": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: c),
     "bwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (x, x), lambda r, c: (gt.xp.sum(c),)
     ),
-    "fwd returns no pair": lambda gt, a: pulled(gt, a, lambda x: x, lambda r, c: (c,)),
+    "fwd does not return a pair": lambda gt, a: pulled(gt, a, lambda x: x, lambda r, c: (c,)),
     "fwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)
     ),
-    "a rule of wrong arguments": lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
+    "a rule with too many arguments": lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
     "a frozen function that closes over an argument": lambda gt, a: gt.grad(
         lambda w: (gt.grad(gt.frozen(lambda z: (z * w).sum()))(a(V)) ** 2).sum()
     )(a(V)),
@@ -454,7 +468,7 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
-    "an adjoint of a wrong shape that raises": lambda gt, a: noted(
+    "an adjoint that raises a shape error": lambda gt, a: noted(
         lambda: adjoint(gt, a, lambda y: ROWS @ y)
     ),
     "an adjoint that returns a wrong shape": lambda gt, a: adjoint(gt, a, lambda y: y),
@@ -469,12 +483,12 @@ BAD: dict[str, Call] = {
     "a kernel that raises": lambda gt, a: gt.host_function(
         lambda x: np.linalg.inv(np.zeros((2, 2)))
     )(a(V)),
-    "a kernel that writes its argument": lambda gt, a: gt.host_function(
+    "a kernel that writes to its argument": lambda gt, a: gt.host_function(
         lambda x: np.multiply(x, 2, out=x)
     )(a(V)),
-    "out that is no ArraySpec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
-    "an ArraySpec of an unknown dtype": lambda gt, a: gt.ArraySpec((2,), "float7"),
-    "an ArraySpec of a negative shape": lambda gt, a: gt.ArraySpec((-1,), "float32"),
+    "out that is not an ArraySpec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
+    "an ArraySpec with an unknown dtype": lambda gt, a: gt.ArraySpec((2,), "float7"),
+    "an ArraySpec with a negative length": lambda gt, a: gt.ArraySpec((-1,), "float32"),
     # --- arrays and keys
     "asarray of a string": lambda gt, a: gt.asarray("x"),
     "asarray of ragged lists": lambda gt, a: gt.asarray([[1.0], [1.0, 2.0]]),
@@ -483,18 +497,18 @@ BAD: dict[str, Call] = {
     "to_numpy under a transform": lambda gt, a: gt.vmap(lambda x: gt.to_numpy(x))(a(V)),
     "a key from a float": lambda gt, a: gt.random_key(1.5),
     "a key beyond 64 bits": lambda gt, a: gt.random_key(2**64),
-    "split of no key": lambda gt, a: gt.split_key(a(V)),
-    "split into none": lambda gt, a: gt.split_key(gt.random_key(0), 0),
+    "split_key of an array that is not a key": lambda gt, a: gt.split_key(a(V)),
+    "split_key into 0 keys": lambda gt, a: gt.split_key(gt.random_key(0), 0),
     # --- accumulation
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
-    "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
+    "a sum of no gradients": lambda gt, a: gt.GradientAccumulator().sum(),
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
     "accumulating an object": lambda gt, a: gt.GradientAccumulator().add(object()),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
-    "accumulating another tree": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
+    "accumulating another structure": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
-    "accumulate_gradients under another name": lambda gt, a: gt.accumulate_gradients(
+    "accumulate_gradients with another name": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"b": a(V)}
     ),
     "accumulate_gradients of another shape": lambda gt, a: gt.accumulate_gradients(
@@ -503,7 +517,7 @@ BAD: dict[str, Call] = {
     "accumulate_gradients of another dtype": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"w": a(F32)}
     ),
-    "assign_gradients of another tree": lambda gt, a: gt.assign_gradients(
+    "assign_gradients of another structure": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, a(V)
     ),
     "assign_gradients of another length": lambda gt, a: gt.assign_gradients(
@@ -514,8 +528,10 @@ BAD: dict[str, Call] = {
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
-    "gather without anything": lambda gt, a: gt.all_gather(a(V)),
-    "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
+    "all_gather without axis_name or group": lambda gt, a: gt.all_gather(a(V)),
+    "all_gather with the other framework's argument": lambda gt, a: gt.all_gather(
+        a(V), **other_gather(gt)
+    ),
     # --- checks
     "check_derivatives of a function that raises": lambda gt, a: noted(
         lambda: check_derivatives(raising, (V,), gt)
@@ -530,24 +546,22 @@ BAD: dict[str, Call] = {
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
     # --- why_zero, graphs and formulas
-    "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
-        raising, a(V)
-    ),
-    "why_zero of nothing": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
+    "why_zero of a function that raises an error": lambda gt, a: gt.why_zero(raising, a(V)),
+    "why_zero of a function that returns None": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
     "microbatched_value_and_grad with complex weights": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V]))
     ),
-    "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
-        a(V)
-    ),
+    "chunked, key_argnums beyond the arguments": lambda gt, a: gt.chunked(
+        total(gt), 1, key_argnums=5
+    )(a(V)),
     # --- habits from other libraries
     "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
     "grad of an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(iter([a(V)])),
     "grad of a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
     "grad of a module without a loss": lambda gt, a: gt.grad(layer(gt))(a(F32)),
-    "grad of a class of modules": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
+    "grad of a module class": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
     "grad of a module of the other framework": lambda gt, a: gt.grad(lambda m: 0.0)(
         other_layer(gt)
     ),
@@ -559,14 +573,14 @@ BAD: dict[str, Call] = {
     "value_and_grad, aux before the loss": lambda gt, a: gt.value_and_grad(
         lambda x: ({"n": 1}, (x * x).sum()), has_aux=True
     )(a(V)),
-    "argnums a boolean": lambda gt, a: gt.grad(total(gt), argnums=True)(a(V)),
+    "argnums is a boolean": lambda gt, a: gt.grad(total(gt), argnums=True)(a(V)),
     "disconnected_inputs as in Theano": lambda gt, a: gt.grad(
         total(gt), disconnected_inputs="ignore"
     )(a(V)),
     "allow_unused as in PyTorch": lambda gt, a: gt.grad(total(gt), allow_unused=True)(a(V)),
     "create_graph as in PyTorch": lambda gt, a: gt.grad(total(gt), create_graph=True)(a(V)),
-    "grad, the mode of a Jacobian": lambda gt, a: gt.grad(total(gt), mode="reverse")(a(V)),
-    "jacobian, the name of jacfwd": lambda gt, a: gt.jacobian(lambda x: x, mode="jacfwd")(a(V)),
+    "grad with a mode of jacobian": lambda gt, a: gt.grad(total(gt), mode="reverse")(a(V)),
+    "jacobian with jacfwd as mode": lambda gt, a: gt.jacobian(lambda x: x, mode="jacfwd")(a(V)),
     "hvp without tuples": lambda gt, a: gt.hvp(total(gt), a(V), a(V)),
     "a pullback without a cotangent": lambda gt, a: gt.vjp(total(gt), a(V))[1](),
     "a cotangent of another dtype": lambda gt, a: gt.vjp(lambda x: 2 * x, a(V))[1](a(F32)),
@@ -578,7 +592,7 @@ BAD: dict[str, Call] = {
     "sparsity of two arguments": lambda gt, a: gt.jacobian(
         lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
     )(a(V), a(V)),
-    "sparsity, True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
+    "sparsity is True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
     "a loss for each example, not one": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
         a(V), a(ROWS)
     ),
@@ -588,56 +602,56 @@ BAD: dict[str, Call] = {
     "a branch on a value of one chunk": lambda gt, a: noted(
         lambda: gt.microbatched_value_and_grad(branching, 1)(a(V), a(ROWS))
     ),
-    "in_axes by a name that f lacks": lambda gt, a: gt.per_example_grad(mean, in_axes={"data": 0})(
-        a(V), a(ROWS)
-    ),
-    "a microbatch of losses": lambda gt, a: gt.microbatched_value_and_grad(lambda w, x: x @ w, 2)(
-        a(V), a(ROWS)
-    ),
-    "a microbatch with a text as aux": lambda gt, a: gt.microbatched_value_and_grad(
+    "in_axes with a name that f lacks": lambda gt, a: gt.per_example_grad(
+        mean, in_axes={"data": 0}
+    )(a(V), a(ROWS)),
+    "a microbatch with a loss for each example": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x: x @ w, 2
+    )(a(V), a(ROWS)),
+    "a microbatch with a string as aux": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x: (mean(w, x), "text"), 2, has_aux=True
     )(a(V), a(ROWS)),
-    "minimax, players by name": lambda gt, a: gt.minimax_value_and_grad(
+    "minimax, the players given by name": lambda gt, a: gt.minimax_value_and_grad(
         lambda x, y: (x - y).sum(), "x", "y"
     )(a(V), a(V)),
-    "mixed_partial of a vector": lambda gt, a: gt.mixed_partial(
+    "mixed_partial, an f that returns a vector": lambda gt, a: gt.mixed_partial(
         lambda y, g: y * g, lambda z: z * z, a(V), a(V), a(V)
     ),
-    "a solve without a return": lambda gt, a: gt.implicit_solution(
+    "a solver that returns None": lambda gt, a: gt.implicit_solution(
         lambda z, t: z - t, lambda t: None
     )(a(V)),
-    "a fixed point in place of its equation": lambda gt, a: gt.implicit_solution(
+    "a fixed-point map in place of an equation": lambda gt, a: gt.implicit_solution(
         lambda z, t: t * gt.xp.cos(z), lambda t: 0 * t + 0.739
     )(a(S)),
-    "clip_gradient between two numbers": lambda gt, a: gt.clip_gradient(a(V), max_value=(-1, 1)),
-    "reverse_gradient by a negative NumPy number": lambda gt, a: gt.reverse_gradient(
+    "clip_gradient, a tuple as bound": lambda gt, a: gt.clip_gradient(a(V), max_value=(-1, 1)),
+    "reverse_gradient with a negative NumPy number": lambda gt, a: gt.reverse_gradient(
         a(V), np.float32(-1)
     ),
-    "reverse_gradient by a negative scale": lambda gt, a: gt.reverse_gradient(a(V), -1.0),
-    "replace_gradient by a number": lambda gt, a: gt.grad(
+    "reverse_gradient with a negative scale": lambda gt, a: gt.reverse_gradient(a(V), -1.0),
+    "replace_gradient with a number": lambda gt, a: gt.grad(
         lambda x: (gt.replace_gradient(x, 0.0) ** 2).sum()
     )(a(V)),
     "transform_gradient without a return": lambda gt, a: gt.grad(
         lambda x: (gt.transform_gradient(x, lambda c: None) ** 2).sum()
     )(a(V)),
-    "straight_through at an array": lambda gt, a: gt.straight_through(gt.xp.round, a(V)),
-    "a bwd of a context and a cotangent too many": lambda gt, a: gt.custom_rule(total(gt)).defvjp(
+    "straight_through with an array": lambda gt, a: gt.straight_through(gt.xp.round, a(V)),
+    "a bwd with a context argument": lambda gt, a: gt.custom_rule(total(gt)).defvjp(
         lambda x: (x, x), lambda ctx, saved, c: (c,)
     ),
-    "a forward rule of one argument": lambda gt, a: gt.custom_rule(total(gt)).defjvp(
+    "a forward rule with one argument": lambda gt, a: gt.custom_rule(total(gt)).defjvp(
         lambda primals: primals
     ),
     "a bwd without a return": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda saved, c: None),
-    "a bwd of one cotangent too many": lambda gt, a: pulled(
+    "a bwd that returns too many cotangents": lambda gt, a: pulled(
         gt, a, lambda x: (x, x), lambda saved, c: (c, None)
     ),
-    "a forward rule of the tangent alone": lambda gt, a: tangent_alone(gt, a),
+    "a forward rule that returns only the tangent": lambda gt, a: tangent_alone(gt, a),
     "static_argnames by position": lambda gt, a: gt.custom_rule(mean, static_argnames=(1,)),
     "a kernel's out that is a dtype": lambda gt, a: gt.host_function(np.sin, out=np.float64)(a(V)),
     "a kernel that returns a list": lambda gt, a: gt.host_function(lambda x: [1.0, 2.0])(a(V)),
     "an ArraySpec of an array": lambda gt, a: gt.ArraySpec(a(V), "float32"),
     "an ArraySpec without a dtype": lambda gt, a: gt.ArraySpec((2,)),
-    "gradients of the other structure, swapped": lambda gt, a: gt.assign_gradients(
+    "assign_gradients, swapped arguments": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
     "formula.agrees_with a derivation without the cotangent": lambda gt, a: gt.formula(
@@ -649,11 +663,11 @@ BAD: dict[str, Call] = {
     "cross_check of models with other shapes": lambda gt, a: other_shapes(),
     "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
-    "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(
+    "GradientAccumulator.add, an array as weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)
     ),
     "to_numpy of a dictionary": lambda gt, a: gt.to_numpy({"w": a(V)}),
-    "split of keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
+    "split_key of several keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
     "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
     "gradient_graph without arguments": lambda gt, a: gt.gradient_graph(total(gt)),
     "why_zero of a gradient": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
@@ -664,8 +678,8 @@ BAD: dict[str, Call] = {
 
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
-    "a kernel that raises": "LinAlgError: a kernel's own error comes through",
-    "a kernel that writes its argument": "ValueError: NumPy's own, and of its argument",
+    "a kernel that raises": "LinAlgError: the error of a kernel is not wrapped",
+    "a kernel that writes to its argument": "ValueError: NumPy raises it for a read-only argument",
 }
 
 
@@ -688,7 +702,7 @@ def told(name: str, backend_name: str) -> str:
         BAD[name](gt, lambda x: lift(backend_name, x))
     except Exception as error:
         return without_what_changes(str(error))
-    raise AssertionError(f"{name} raises nothing")
+    raise AssertionError(f"{name} raises no error")
 
 
 def without_what_changes(text: str) -> str:
@@ -731,7 +745,7 @@ def written() -> str:
 
 def _block(heading: str, text: str) -> str:
     lines = textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
-    assert " ".join(lines) == text, f"{heading}: a text is one paragraph"
+    assert " ".join(lines) == text, f"{heading}: the text must be one paragraph"
     return "\n    ".join([heading, *lines]) + "\n"
 
 

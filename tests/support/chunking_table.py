@@ -91,7 +91,7 @@ CASES = [
     Case(
         "a negative axis", columns, batch=normal(D, N), options={"out_axes": 1}, in_axes=(None, -1)
     ),
-    Case("another axis out", transposed, options={"out_axes": 1}),
+    Case("another output axis", transposed, options={"out_axes": 1}),
     Case("a tree of axes", pairs, options={"out_axes": (0, -1)}),
     Case(
         "trees",

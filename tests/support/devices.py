@@ -40,7 +40,7 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
         known = ", ".join(f"{len(devices)} of {name}" for name, devices in present.items())
         raise GradtoolsError(
             f"device {device}: {'PyTorch' if backend == 'torch' else 'JAX'} has no such device "
-            f"here; it has {known}. Name one of these, as cpu or gpu:1, or auto."
+            f"here; it has {known}. Pass one of these, such as cpu or gpu:1, or auto."
         )
     if backend == "jax":
         with framework.default_device(chosen):

@@ -165,7 +165,7 @@ def _peak(device: torch.device) -> None:
         measured.append(torch.cuda.max_memory_allocated() - before)
     plain, chunked = measured
     if not chunked < 0.75 * plain:
-        raise AssertionError(f"the peak is {chunked} bytes in chunks, {plain} at once")
+        raise AssertionError(f"the peak is {chunked} bytes with chunked, {plain} without")
 
 
 def _graph(device: torch.device) -> None:
@@ -189,7 +189,7 @@ _ROWS, _SECONDS = 5, 60
 def _two_processes(device: torch.device) -> None:
     """Train one step in two processes, with nccl on GPUs or gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
-        raise Absent("it needs two GPUs")
+        raise Absent("needs two GPUs")
     with TemporaryDirectory() as folder:
         where = (Path(folder) / "meet").as_uri()
         spawn(_rank, (device.type, where), nprocs=2)  # type: ignore[no-untyped-call]
@@ -277,7 +277,7 @@ def _bridged(device: torch.device) -> None:
 def _refusal(run: Callable[[], Any]) -> str:
     """Return the message of the error that `run` must raise."""
     try:
-        return f"it gave {run()}"
+        return f"no error was raised; the result is {run()}"
     except GradtoolsError as error:
         return str(error)
 
@@ -312,9 +312,9 @@ SCENARIOS: dict[str, GpuScenario] = {
         f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },
-    "LSTM, forward and twice": GpuScenario(_recurrent(nn.LSTM), anywhere=False),
-    "GRU, forward and twice": GpuScenario(_recurrent(nn.GRU)),
-    "attention, forward and twice": GpuScenario(_attention),
+    "LSTM, forward mode and second order": GpuScenario(_recurrent(nn.LSTM), anywhere=False),
+    "GRU, forward mode and second order": GpuScenario(_recurrent(nn.GRU)),
+    "attention, forward mode and double backward": GpuScenario(_attention),
     "attention, second order": GpuScenario(_attention_twice),
     "a side stream": GpuScenario(_side_stream, anywhere=False),
     "the allocator's peak": GpuScenario(_peak, anywhere=False),

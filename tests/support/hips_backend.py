@@ -42,7 +42,7 @@ class Treedef:
         if self.kind is None:
             return [tree]
         if type(tree) is not self.kind or len(tree or ()) != len(self.keys):
-            raise ValueError(f"{tree!r} is no {self.kind.__name__} of {len(self.keys)}")
+            raise ValueError(f"{tree!r} is not a {self.kind.__name__} of length {len(self.keys)}")
         pairs = zip(self.keys, self.parts, strict=True)
         return [x for key, part in pairs for x in part.flatten_up_to(tree[key])]
 

@@ -123,7 +123,7 @@ SHARED: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         "clipped": lambda gt, x: gt.xp.clip(x + 4, 0.0, 1.0).sum(),
         "a dead relu": lambda gt, x: gt.xp.maximum(x - 10, 0 * gt.stop_gradient(x)).sum(),
         "a saturated sigmoid": lambda gt, x: (1 / (1 + gt.xp.exp(-x - 900))).sum(),
-        "taken from itself": lambda gt, x: (x - x).sum(),
+        "subtracted from itself": lambda gt, x: (x - x).sum(),
     },
 }
 

@@ -50,7 +50,7 @@ class Mutant:
         text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.was) != 1:
             raise ValueError(
-                f"{self}: the text occurs {text.count(self.was)} times instead of once"
+                f"{self}: expected 1 occurrence of the text, found {text.count(self.was)}"
             )
         return text.replace(self.was, self.now)
 
@@ -103,7 +103,7 @@ def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant,
             found = outcome(copy, mutant.tests)
             where = "by its own tests"
             if found == "survived" and not own:
-                found, where = outcome(copy, ()), "by others only"
+                found, where = outcome(copy, ()), "only by other tests"
     finally:
         copies.put(copy)
     return mutant, f"{found} {where}" if found == "seen" else found
@@ -139,7 +139,7 @@ def main() -> None:
             for k, (mutant, found) in enumerate(tried, start=1):
                 print(f"[{k}/{len(wanted)}] {found}: {mutant}", flush=True)
                 survived += [mutant] if found == "survived" else []
-    print(f"{len(wanted) - len(survived)} of {len(wanted)} mutants are seen")
+    print(f"{len(wanted) - len(survived)} of {len(wanted)} mutants are detected")
     if len(survived) > (1 - LEAST) * len(wanted):
         sys.exit(1)
 

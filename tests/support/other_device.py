@@ -177,9 +177,9 @@ MORE = (
     Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
     Use("noise in checkpoint", _summed(gt.checkpoint(_dropped))),
     Use("noise in frozen", _summed(gt.frozen(_dropped))),
-    Use("a module by a key", _in_a_module),
-    Use("chunked: a chunk each", _summed(gt.chunked(lambda x: torch.sin(x), 1))),
-    Use("a module of edits", _hooked),
+    Use("a module with a key", _in_a_module),
+    Use("chunked: one row per chunk", _summed(gt.chunked(lambda x: torch.sin(x), 1))),
+    Use("a module with an edit", _hooked),
 )
 
 FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # faults that the sweep must report
@@ -189,7 +189,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # faults that the sweep mu
     "a generator on the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
     "a result on the CPU": lambda x: x.cpu(),
     "a random state that changes": lambda x: x + 0 * torch.rand_like(x),
-    "another result": lambda x: x + (x.device.type == "cpu"),
+    "a different result": lambda x: x + (x.device.type == "cpu"),
     "an ignored stream": lambda x: _in_a_thread(lambda: torch.sin(x)),
     "a device that JAX does not see": lambda x: _sine_of_jax(x),
 }

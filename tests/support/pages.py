@@ -127,7 +127,7 @@ class Block:
             with pytest.warns(Warning, match=re.escape(self.text)):
                 self._run()
         else:
-            assert not self.end, f"{self.name}: the title begins with {self.end!r}"
+            assert not self.end, f"{self.name}: unknown first word {self.end!r} of a title"
             self._run()
 
     def _run(self) -> None:

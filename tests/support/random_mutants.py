@@ -214,7 +214,7 @@ def main() -> None:
             for k, (mutant, found) in enumerate(tried, start=1):
                 print(f"[{k}/{len(chosen)}] {found}: {mutant}", flush=True)
                 survived += [mutant] if found == "survived" else []
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} random mutants are seen; survivors:")
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} random mutants are detected; survivors:")
     print("\n".join(map(str, survived)) or "none")
 
 

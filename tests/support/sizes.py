@@ -81,8 +81,8 @@ def sizes_of(root: Path) -> Sizes:
     figures = {
         "package, lines": sum(map(_lines, package)),
         "package, files": len(package),
-        "lines in the closure of MISSION": sum(map(_lines, closure)),
-        "files in the closure of MISSION": len(closure),
+        "lines imported by MISSION": sum(map(_lines, closure)),
+        "files imported by MISSION": len(closure),
         "lines in PyTorch's backend without seeing": sum(map(_lines, wing)),
         "lines in formula with both translators": sum(map(_lines, formula)),
         "tests, lines": sum(map(_lines, tests)),

@@ -173,7 +173,7 @@ def _rest_of_jax() -> dict[str, Any]:
     }
     return {
         **flags,
-        "JAX is tracing nothing": trace_state_clean(),
+        "no trace of JAX is active": trace_state_clean(),
     }
 
 

@@ -72,9 +72,9 @@ def _matches(item: pytest.Item, test: str, entry: dict[str, Any]) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--version-results", type=Path, help="a file for the outcome of each test")
+    parser.addoption("--version-results", type=Path, help="write the outcome of each test here")
     parser.addoption(
-        "--again", action="store_true", help="only tests that have not passed in the file"
+        "--again", action="store_true", help="skip tests that passed according to the file"
     )
 
 

@@ -76,7 +76,7 @@ def built(name: str, pair: Pair) -> Path | None:
     base = interpreter(pair.python)
     if base is None:
         return None
-    print(f"{name}: installing {pair}; without CPU wheels PyTorch is about 3 GB", flush=True)
+    print(f"{name}: installing {pair}; PyTorch takes about 3 GB if no CPU wheel exists", flush=True)
     subprocess.run([base, "-m", "venv", folder], check=True)
     frameworks = [f"torch=={pair.torch}", f"jax=={pair.jax}", f"jaxlib=={pair.jax}"]
     install = [python, "-m", "pip", "install", "-q"]
@@ -131,15 +131,15 @@ def main() -> int:
     """Run the tests for the named pairs or for all pairs; return exit status 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAIRS))
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")
-    parser.add_argument("--workers", default="2", help="processes for the tests")
-    parser.add_argument("--again", action="store_true", help="only tests that have not passed yet")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="test files or folders")
+    parser.add_argument("--workers", default="2", help="number of test processes")
+    parser.add_argument("--again", action="store_true", help="skip tests that passed before")
     args = parser.parse_args()
     failed = []
     for name in args.names or PAIRS:
         python = built(name, PAIRS[name])
         if python is None:
-            print(f"{name}: left out, no Python {PAIRS[name].python} here")
+            print(f"{name}: left out: Python {PAIRS[name].python} is not installed")
             continue
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = str(ROOT)

@@ -55,7 +55,7 @@ def faults(outcomes: Iterable[Outcome], known: Known, whole: bool = True) -> lis
             used.update(lines)
             if not lines:
                 found.append(f"{o.program} | {o.way} | {o.dtype} {o.sample}: {o.result} {o.detail}")
-    return found + [f"a reason without a cell: {key}" for key in known if whole and key not in used]
+    return found + [f"no failure matches {key}" for key in known if whole and key not in used]
 
 
 def _matches(name: str, patterns: str) -> bool:

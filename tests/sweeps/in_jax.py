@@ -267,7 +267,7 @@ def _swept(case: Case, dtype: str, whole: bool, eager: bool) -> Iterator[Outcome
         if way.name in errors:
             yield about(way.name, RAISED if way.gives in numbers else AGREES, errors[way.name])
         elif way.gives not in numbers:
-            yield about(way.name, DIFFERS, f"a number where JAX raises {errors[way.gives]}")
+            yield about(way.name, DIFFERS, f"returns numbers, but JAX raises {errors[way.gives]}")
         else:
             expected = numbers[way.gives]
             if way.name == "jacobian, reverse":  # Re<c, J t> = Re<J^H c, t>

@@ -380,12 +380,12 @@ KNOWN: Known = {
     (
         "*float*; *half; cov",
         "jacobian*",
-    ): "a cast to a lower precision rounds unit vectors differently",
+    ): "a cast to lower precision rounds random cotangents, but not unit vectors",
     ("native_group_norm", "vjp, outputs one by one"): "torch#183980",
     (
         "cdist",
         "jvp; hvp*; hessian*",
-    ): "PyTorch has no forward mode here; gradtools differentiates its own program",
+    ): "PyTorch has no forward mode for cdist; gradtools replaces the operation",
     (
         "chalf",
         "checkpoint*; chunked*",
@@ -394,7 +394,7 @@ KNOWN: Known = {
         "linalg.lstsq",
         "checkpoint*",
     ): "the compared outputs differ in their last digits from run to run",
-    ("logcumsumexp", "linearize; custom_rule*"): "of large numbers: NaN, or rounding",
+    ("logcumsumexp", "linearize; custom_rule*"): "rounding errors or NaN at large numbers",
     ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad requires every cotangent",
     (
         "as_strided_scatter; nn.RNN*; to_sparse",
@@ -404,5 +404,5 @@ KNOWN: Known = {
         "nn.Transformer*; *hardsigmoid*; cdist; *pdist; native_layer_norm; tensor_split; "
         "*eig*; nn.CTC*",
         "custom_rule*",
-    ): "torch.func.vjp, which the rule calls, has no second derivative here",
+    ): "torch.func.vjp, which the rule calls, fails at second order",
 }

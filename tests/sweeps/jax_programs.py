@@ -116,7 +116,7 @@ _TABLE: dict[str, list[Case]] = {}
 
 
 def _absent(*_: Any) -> Any:
-    raise NotImplementedError("this version of JAX does not have it")
+    raise NotImplementedError("this version of JAX lacks the function")
 
 
 def case(program: str, draws: str, f: Callable[..., Any]) -> None:
@@ -545,7 +545,7 @@ for _name, *_rest in (
 # --- names without a derivative ----------------------------------------------------------
 
 _NOT_HERE = {
-    "compositions of functions that other cases test": {
+    "compositions of functions in the table": {
         "lax": "approx_min_k batch_matmul broadcast_like broadcast_to_rank collapse conv "
         "conv_with_general_padding dce_sink dynamic_index_in_dim dynamic_slice_in_dim "
         "dynamic_update_index_in_dim dynamic_update_slice_in_dim full full_like "
@@ -588,7 +588,7 @@ _NOT_HERE = {
         "numpy": "intersect1d setdiff1d setxor1d union1d unique unique_all unique_counts "
         "unique_inverse unique_values trim_zeros",
     },
-    "shapes and settings": {
+    "functions of shapes, and settings": {
         "lax": "ConvGeneralDilatedDimensionNumbers DotDimensionNumbers PrecisionLike after_all "
         "broadcast_shapes conv_dimension_numbers conv_general_permutations "
         "conv_general_shape_tuple conv_shape_tuple conv_transpose_shape_tuple create_token dtype "
@@ -599,7 +599,7 @@ _NOT_HERE = {
     "between devices": {
         "lax": "pbroadcast pcast precv psend pvary ragged_all_to_all",
     },
-    "derivatives of other functions, not differentiable themselves": {
+    "derivatives that JAX cannot differentiate": {
         "lax": "igamma_grad_a random_gamma_grad",
     },
     "microscaling formats of accelerators": {"nn": "scaled_matmul"},

@@ -200,7 +200,7 @@ def _samples(op: Any, dtype: Any) -> Iterator[Any]:
     try:
         yield from op.sample_inputs("cpu", dtype, requires_grad=True)
     except Exception as error:
-        raise _Nothing(f"its samples raise {type(error).__name__}: {error}"[:160]) from error
+        raise _Nothing(f"the samples raise {type(error).__name__}: {error}"[:160]) from error
 
 
 def _of_sample(
@@ -278,7 +278,7 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
                 info, device="cpu", dtype=dtype, requires_grad=True, training=training
             )
         except Exception as error:
-            why = f"its samples raise {type(error).__name__}: {error}"[:160]
+            why = f"the samples raise {type(error).__name__}: {error}"[:160]
             continue
         for number, one in enumerate(inputs[:_LOOKED_AT]):
             try:

@@ -151,7 +151,7 @@ WRONG = {
         "",
         "output by argument 0",
     ),
-    "the sixth digit": Wrong(
+    "a factor wrong in the sixth digit": Wrong(
         lambda gt: lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + 1e-6)).sum(),
         (X,),
         FORWARD,

@@ -87,7 +87,7 @@ def cases() -> list[Any]:
 
 def here(use: Use, backend: str) -> None:
     if backend not in use.backends:
-        pytest.skip(f"{use.name} runs in {' and '.join(use.backends) or 'no backend yet'} only")
+        pytest.skip(f"{use.name} runs only in {' and '.join(use.backends) or 'no backend'}")
 
 
 def cause_of(error: BaseException) -> list[BaseException]:

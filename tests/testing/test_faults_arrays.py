@@ -35,7 +35,7 @@ def used(use: Use, gt: Any, x: Any) -> list[np.ndarray]:
 
 def skip_elsewhere(use: Use, backend: str) -> None:
     if backend not in use.backends:
-        pytest.skip(f"{use.name} runs in {' and '.join(use.backends) or 'no backend yet'} only")
+        pytest.skip(f"{use.name} runs only in {' and '.join(use.backends) or 'no backend'}")
 
 
 # --- values ------------------------------------------------------------------------------

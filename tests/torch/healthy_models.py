@@ -41,11 +41,11 @@ def classifier(name, make):
 
 
 for _name, _make in {
-    "weight_norm of old": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 3))),
+    "the old weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 3))),
     "weight_norm by a parametrization": lambda: nn.utils.parametrizations.weight_norm(
         nn.Linear(4, 3)
     ),
-    "spectral_norm of old": lambda: nn.utils.spectral_norm(nn.Linear(4, 3)),
+    "the old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 3)),
     "spectral_norm by a parametrization": lambda: nn.utils.parametrizations.spectral_norm(
         nn.Linear(4, 3)
     ),
@@ -160,7 +160,7 @@ def gradient_penalty():
 
 for _named in ("online", "target"):
 
-    @healthy(name=f"byol whose model is the closure, called {_named}")
+    @healthy(name=f"byol, f closes over the model named {_named}")
     def byol_alone(named=_named):
         online = mlp(4, 8, 3)
         target = copy.deepcopy(online)

@@ -389,11 +389,11 @@ def _seeded(x: Any) -> Any:
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),
     "random.gauss with a cached second number": lambda x: x * random.gauss(0, 1),
-    "NumPy's own stream": lambda x: x * float(_draw_numpy()),
+    "NumPy's global random stream": lambda x: x * float(_draw_numpy()),
     "torch.manual_seed inside of f": _seeded,
 }
 for _name, _draw in DRAWS.items():
-    of_weight(f"f draws by {_name}", lambda w, draw=_draw: lambda x: draw(x @ w))
+    of_weight(f"f draws numbers: {_name}", lambda w, draw=_draw: lambda x: draw(x @ w))
 
 
 # --- between forward and backward -----------------------------------------------------------
@@ -419,7 +419,7 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         (_norm,),
         RIGHT,
     ),
-    "numbers are drawn": (
+    "random numbers are drawn": (
         lambda net: (torch.rand(3), random.random(), _draw_numpy()),
         (nn.Dropout,),
         RIGHT,

@@ -68,7 +68,7 @@ READ = {
 }
 REFUSED = {
     "a Function": lambda x, w: Square.apply(x, w),
-    "a Function beside operations": lambda x, w: Square.apply(x, w) * w,
+    "a Function and an operation": lambda x, w: Square.apply(x, w) * w,
     "torch.func.grad": lambda x, w: torch.func.grad(cube)(w) * x,
 }
 WAYS = {"a leaf": lambda q: q, "a result": torch.exp}

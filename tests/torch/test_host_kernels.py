@@ -52,7 +52,7 @@ CALLED = {
     "parameter": lambda f, x: torch.no_grad()(f)(torch.nn.Parameter(x)),
     "inference": lambda f, x: torch.inference_mode()(f)(x).clone(),
     "vmap": lambda f, x: torch.vmap(f)(x),
-    "vmap of before": lambda f, x: _legacy(f)(x),
+    "legacy vmap": lambda f, x: _legacy(f)(x),
     "traced": lambda f, x: torch.jit.trace(f, x + 1)(x),
     "fake first": lambda f, x: (_faked(f, x), f(x))[1],
 }
@@ -83,7 +83,7 @@ INPUTS = {
 def test_a_kernel_gives_the_same_however_it_is_called(way, which):
     x = INPUTS[which]
     if "vmap" in way and len(x) == 0:
-        pytest.skip("torch.vmap refuses a batch of size 0")
+        pytest.skip("torch.vmap does not support a batch of size 0")
     f = gt.host_function(lambda x: x * 2)
     torch.testing.assert_close(CALLED[way](f, x), (x * 2).resolve_conj())
 

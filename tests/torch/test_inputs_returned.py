@@ -169,7 +169,7 @@ PAIRS = {
     "an input and a view": lambda x: (x, x[:]),
     "one result twice": lambda x: (lambda y: (y, y))(3 * x),
     "a result and a view": lambda x: (lambda y: (y, y[:]))(3 * x),
-    "a result and the same detached": lambda x: (lambda y: (y, y.detach()))(3 * x),
+    "a result and its detached copy": lambda x: (lambda y: (y, y.detach()))(3 * x),
 }
 
 

@@ -83,8 +83,8 @@ def told_by(program):
 def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     program = """
         import torch, torch._dynamo, torch._meta_registrations, torch._refs
-        torch.vmap(torch.sin)(torch.ones(2))  # which registers its decompositions
-        import gradtools.torch.host  # the one operator of gradtools' own
+        torch.vmap(torch.sin)(torch.ones(2))  # registers the decompositions
+        import gradtools.torch.host  # registers gradtools' only operator
         from tests.torch.test_nothing_outside_a_call import *
 
         before, stood = registrations(), attributes()

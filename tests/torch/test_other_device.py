@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (shutil.which("c++") and importlib.util.find_spec("ninja")),
-        reason="no C++ compiler, or no ninja",
+        reason="needs a C++ compiler and ninja",
     ),
 ]
 
@@ -81,7 +81,7 @@ def test_all_runs_on_the_stream_on_which_an_operator_is_called(name, found):
 def test_more_chunks_are_no_more_waits(found):
     """The number of synchronizations is the same for four chunks and for two chunks."""
     for call in ("first", "again"):
-        assert found["chunked: a chunk each"][call] == found["noise in chunked"][call]
+        assert found["chunked: one row per chunk"][call] == found["noise in chunked"][call]
 
 
 def test_the_sweep_finds_what_is_planted(found):
@@ -93,5 +93,5 @@ def test_the_sweep_finds_what_is_planted(found):
     assert told["a number read by the host"]["again"] == 1
     assert told["a result on the CPU"]["devices"] == ["cpu"]
     assert told["a random state that changes"]["drew"]
-    assert not told["another result"]["agrees"]
+    assert not told["a different result"]["agrees"]
     assert told["an ignored stream"]["strays"] == 1

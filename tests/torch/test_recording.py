@@ -61,7 +61,7 @@ class _Busy(nn.Module):
         self.last = y
         self.other.requires_grad_(False)
         if self.raises:
-            raise ValueError("of its own")
+            raise ValueError("raised by f")
         return y.square().sum()
 
 
@@ -126,7 +126,7 @@ def test_parameters_that_f_writes_are_put_back_by_every_run(write, name, raises,
     def f(x):
         write(w)
         if raises:
-            raise ValueError("of its own")
+            raise ValueError("raised by f")
         return torch.softmax((x * w).abs(), 0).sum()
 
     with pytest.raises((ValueError, GradtoolsError)) if raises else nullcontext():

@@ -95,7 +95,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
         DistributedDataParallel,
         (nn.Dropout, lambda: nn.BatchNorm1d(4)),
     ),
-    "DDP that looks for unused parameters": (
+    "DDP with find_unused_parameters": (
         lambda w: DistributedDataParallel(w, find_unused_parameters=True),
         (nn.Dropout,),
     ),

@@ -274,10 +274,10 @@ PROGRAMS = {
 }
 
 EXCEPTIONS = {
-    "double backward, saved intermediate": "a Function differentiates it as a constant",
+    "double backward, saved intermediate": "the Function treats the intermediate as a constant",
 }
 FORWARD_EXCEPTIONS = {
-    "hooks": "the output's node hands the cotangent on to the graph of the tangent",
+    "hooks": "the node passes the cotangent to the tangent's graph",
     "a saved tensor written in place": "the forward rule computes 3 x^2 before the in-place write",
     "complex": "the Function omits the conjugate in a product's cotangent",
 }
@@ -292,7 +292,7 @@ def outcome(program, f):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("given", ["as the function", "forward"])
+@pytest.mark.parametrize("given", ["the function", "forward"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
 def test_a_rule_does_what_a_function_does(name, given):
     program = PROGRAMS[name]

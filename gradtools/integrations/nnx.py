@@ -30,8 +30,8 @@ from gradtools.function_variables import (
     is_of_framework,
     with_parts,
 )
-from gradtools.jax._upstream import with_variables
 from gradtools.jax import trees
+from gradtools.jax._upstream import with_variables
 from gradtools.jax.module_arguments import flattened
 from gradtools.jax.modules import fresh, keys
 

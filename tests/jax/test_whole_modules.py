@@ -387,9 +387,15 @@ def in_chunks(m, x):
     return (run(m, x) ** 2).mean()
 
 
+def in_a_mapping(m, x):
+    run = gt.chunked(lambda tree, x: tree["net"](x), 2, in_axes=(None, 0))
+    return (run(UserDict(net=m), x) ** 2).mean()
+
+
 RECOMPUTED = {
     "microbatched": (gt.microbatched_value_and_grad(mean_of_rows, 2), mean_of_chunks),
     "chunked": (gt.value_and_grad(in_chunks), mean_of_chunks),
+    "chunked, in a mapping": (gt.value_and_grad(in_a_mapping), mean_of_chunks),
     "checkpoint": (gt.value_and_grad(gt.checkpoint(mean_of_rows)), mean_of_rows),
     "frozen": (gt.value_and_grad(gt.frozen(mean_of_rows)), mean_of_rows),
 }
@@ -418,8 +424,9 @@ def test_an_accumulator_adds_the_gradients_of_an_nnx_module_with_shared_state():
     same_with_state(total.mean(), nnx.grad(mean_of_chunks)(plain, X[:4]), ours, plain)
 
 
+@pytest.mark.parametrize("recomputed", [gt.checkpoint, gt.frozen])
 @pytest.mark.parametrize("form", ["twice", "keywords"])
-def test_modules_in_several_arguments_are_updated_as_by_a_plain_call(form):
+def test_modules_in_several_arguments_are_updated_as_by_a_plain_call(form, recomputed):
     """The module is an argument twice, or keyword arguments are not in alphabetical order."""
     norm = lambda n: nnx.BatchNorm(n, rngs=nnx.Rngs(0), param_dtype=F64, dtype=F64)
     ours, plain = [(norm(3), norm(6)) for _ in range(2)]
@@ -429,7 +436,7 @@ def test_modules_in_several_arguments_are_updated_as_by_a_plain_call(form):
     else:
         loss = lambda b, a: (a(jnp.hstack([b(X), b(X + 1)])) ** 3).mean()
         call = lambda f, pair: f(b=pair[0], a=pair[1])
-    found = gt.value_and_grad(lambda pair: call(gt.checkpoint(loss), pair))(ours)
+    found = gt.value_and_grad(lambda pair: call(recomputed(loss), pair))(ours)
     same_with_state(found, nnx.value_and_grad(partial(call, loss))(plain), ours, plain)
 
 

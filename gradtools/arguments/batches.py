@@ -66,9 +66,11 @@ class Batch:
         return batch
 
     @property
-    def args(self) -> tuple[Any, ...]:
-        """The values of the arguments, by position and then by keyword."""
-        return tuple([flat.argument.value for flat in self.arguments])
+    def args(self) -> tuple[list[Any], dict[str, Any]]:
+        """The values of the positional arguments and of the keyword arguments."""
+        values = [flat.argument.value for flat in self.arguments]
+        count = len(values) - len(self.keywords)
+        return values[:count], dict(zip(self.keywords, values[count:], strict=True))
 
     @property
     def keywords(self) -> list[str]:

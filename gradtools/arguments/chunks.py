@@ -116,7 +116,7 @@ class Chunks:
     shared: list[Any]  # The leaves that all chunks share, both arrays and non-arrays.
     carry: list[Any]  # The leaves of the initial carry.
     carry_names: list[str]  # The names of the carry leaves, for messages.
-    arguments: tuple[Any, ...]  # The values of f's arguments.
+    arguments: tuple[list[Any], dict[str, Any]]  # The values of f's arguments.
     recut: Callable[[Partition], Chunks]  # Returns the same call with another partition.
 
     @classmethod

@@ -14,10 +14,12 @@ because the guest's graph is freed after each call.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier, remember
+from gradtools.integrations.containers import OpenedTree
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 Array = Any
@@ -311,18 +314,31 @@ class FlatBridged(Foreign):
         """Returns the host's treedef for a guest treedef, and the order of its leaves."""
         marks = [np.zeros(()) for _ in range(count)]
         places = {id(mark): i for i, mark in enumerate(marks)}
-        leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
-        while unknown := [x for x in leaves if id(x) not in places]:  # the guest's containers
-            other = next((x for x in unknown if not isinstance(x, tuple)), None)
-            if other is not None:
-                kind = f"{type(other).__module__}.{type(other).__qualname__}"
-                raise GradtoolsError(
-                    f"{self.guest.operator}: {self.name} returned a {kind}, which is not a pytree "
-                    f"in {self.guest.host_title}. Return a tuple, a list or a dict."
-                )
-            plain = [x if id(x) in places else tuple(x) for x in leaves]
-            leaves, structure = self.host.flatten(self.host.unflatten(structure, plain))
+        leaves, structure = self._in_host(self.guest.backend.unflatten(treedef, marks))
+        other = next((x for x in leaves if id(x) not in places), None)
+        if other is not None:
+            kind = f"{type(other).__module__}.{type(other).__qualname__}"
+            raise GradtoolsError(
+                f"{self.guest.operator}: {self.name} returned a {kind}, which is not a pytree "
+                f"in {self.guest.host_title}. Return a tuple, a list or a dict."
+            )
         return structure, [places[id(x)] for x in leaves]
+
+    def _in_host(self, tree: Any) -> tuple[list[Any], Any]:
+        """Flattens an output; dicts and tuples of classes that only the guest knows become plain.
+
+        A model's output, such as a ModelOutput of transformers, then is a pytree of the host.
+        """
+        while True:
+            leaves, structure = self.host.flatten(tree)
+            whole, outer = leaves, structure
+            if type(structure) is OpenedTree:
+                outer = structure.treedef
+                whole = outer.flatten_up_to(tree)
+            plain = list(map(_plain, whole))
+            if all(map(is_, plain, whole)):
+                return leaves, structure
+            tree = self.host.unflatten(outer, plain)
 
     def primal(self, *xs: Array) -> list[Array]:
         """Returns the outputs as a pytree of the host, flattened for the rule."""
@@ -342,7 +358,7 @@ class FlatBridged(Foreign):
         if callable(out):
             args, kwargs = self.specialized.arguments(specs)
             out = out(*args, **kwargs)
-        result, self.structures[_shapes(specs)] = self.host.flatten(out)
+        result, self.structures[_shapes(specs)] = self._in_host(out)
         for spec in result:
             if not isinstance(spec, ArraySpec):
                 raise GradtoolsError(
@@ -350,6 +366,13 @@ class FlatBridged(Foreign):
                     "ArraySpec(shape, dtype), or a function that returns such a pytree."
                 )
         return result
+
+
+def _plain(x: Any) -> Any:
+    """Converts a dict or a tuple that the host does not flatten to a plain dict or tuple."""
+    if isinstance(x, tuple):
+        return tuple(x)
+    return dict(x) if isinstance(x, dict | UserDict) else x
 
 
 def _shapes(arrays: Sequence[Array]) -> Any:

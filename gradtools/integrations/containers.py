@@ -207,7 +207,8 @@ def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(new, UserDict):
         new.data = parts
     elif isinstance(new, dict):
-        new.update(parts)
+        for key, part in parts.items():
+            new[key] = part  # a subclass may forbid `update`, and may have an attribute for a key
     else:
         for name, part in parts.items():
             object.__setattr__(new, name, part)

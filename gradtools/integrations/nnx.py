@@ -30,7 +30,9 @@ from gradtools.function_variables import (
     is_of_framework,
     with_parts,
 )
+from gradtools.jax import trees
 from gradtools.jax._upstream import with_variables
+from gradtools.jax.module_arguments import flattened
 from gradtools.jax.modules import fresh, keys
 
 
@@ -129,13 +131,19 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """Wraps f with the state of all modules in f and args; returns None if there are no modules."""
-    own, given = _modules(f), _modules(args)
+    """Wraps f with the state of the modules in f and in `args`, a pair `(args, kwargs)` or ().
+
+    Returns None if there are no modules.
+    """
+    own, given = _modules(f), _variables(flattened((nnx.Variable,), args)[0])
     return Stateful(caller, f, own, given) if own or given else None
 
 
 class Stateful:
     """A function f, with the state of its modules as flat arrays before and after a call.
+
+    A call gets copies of the modules in its arguments, which were flattened as pytrees, so that a
+    variable to which two modules refer was copied twice. The variable is shared again in the call.
 
     Attributes:
         leaves: The current state of the user's modules.
@@ -146,7 +154,9 @@ class Stateful:
 
     def __init__(self, caller: str, f: Any, own: list[Any], given: list[Any]) -> None:
         self.caller, self.f = caller, f
-        self._own, self._given = tuple(own), tuple(given)
+        first: dict[int, int] = {}
+        self._first = [first.setdefault(id(x), k) for k, x in enumerate(given)]
+        self._own, self._given = tuple(own), self._unique(given)
         self._graph, self._params, *others = nnx.split(self._own, nnx.Param, ...)
         states = others[0], self._state(self._given)
         self._known = [set(nnx.to_flat_state(s).paths) for s in states]
@@ -158,7 +168,7 @@ class Stateful:
         """Calls f with copies of its modules, whose state is `now`."""
         rest, of_given = jax.tree.unflatten(self._treedef, self.now)
         own = nnx.merge(self._graph, self._params, rest, copy=True)
-        given = tuple(_modules((args, kwargs)))
+        (args, kwargs), given = self._shared((args, kwargs))
         copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
         nnx.update(given, of_given)
         out = _with_copies(self.f, copies)(*args, **kwargs)
@@ -186,6 +196,25 @@ class Stateful:
             ]
             nnx.update(modules, nnx.from_flat_state(new))
 
+    def _shared(self, args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Shares variables in the copied arguments as in the original arguments.
+
+        Returns the arguments and the variables that are not parameters.
+        """
+        leaves, treedef = flattened((nnx.Variable,), args)
+        variables = _variables(leaves)
+        # Each chunk of a list of modules has its own modules, which share no variables.
+        if len(variables) == len(self._first) > len(set(self._first)):
+            variables = [variables[k] for k in self._first]
+            left = iter(variables)
+            leaves = [next(left) if isinstance(x, nnx.Variable) else x for x in leaves]
+            args = trees.unflatten(treedef, leaves)
+        return args, self._unique(variables)
+
+    def _unique(self, variables: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the variables that are not parameters, each once."""
+        return tuple({id(x): x for x in variables if not isinstance(x, nnx.Param)}.values())
+
     def _state(self, modules: Any) -> Any:
         return nnx.state(modules, nnx.Not(nnx.Param))
 
@@ -198,6 +227,10 @@ class Stateful:
 def _modules(x: Any) -> list[Any]:
     """Returns the nnx modules and variables in a function or a container, each once."""
     return held_in(x, (nnx.Pytree, nnx.Variable))
+
+
+def _variables(leaves: Sequence[Any]) -> list[Any]:
+    return [x for x in leaves if isinstance(x, nnx.Variable)]
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:

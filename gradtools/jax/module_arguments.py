@@ -76,10 +76,10 @@ def module_kinds() -> tuple[type, ...]:
 def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
     if isinstance(tree, jax.Array):
         return []
-    return [x for x in _flattened(kinds, tree)[0] if isinstance(x, kinds)]
+    return [x for x in flattened(kinds, tree)[0] if isinstance(x, kinds)]
 
 
-def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
+def flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
     """Flattens a tree, treating modules as leaves."""
     is_module = lambda x: isinstance(x, kinds)
     containers = Containers(
@@ -95,7 +95,7 @@ def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
 
 def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
     """Applies f to each leaf of the tree, treating modules as leaves."""
-    leaves, treedef = _flattened(kinds, tree)
+    leaves, treedef = flattened(kinds, tree)
     return trees.unflatten(treedef, list(map(f, leaves)))
 
 
@@ -127,6 +127,7 @@ class Opened:
     """
 
     own: frozenset[int] = frozenset()  # needed in PyTorch only
+    opens_once = False  # `Stateful` restores shared variables in the arguments of each chunk
     reads_own = False  # f reads copies of the modules, which contain tracers
     is_deferred = staticmethod(bool)  # always False: JAX traces all results
 
@@ -150,7 +151,7 @@ class Opened:
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
         for i in argnums:  # store the treedef, and the constant part of each leaf
-            leaves, treedef = _flattened(self._kinds, args[i])
+            leaves, treedef = flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
                 self.args[i] = trees.unflatten(treedef, [part for part, _ in pairs])
@@ -268,9 +269,3 @@ class Opened:
                 f"{self.caller} cannot return here. Set evaluation mode "
                 "(module.eval()), or use make_functional and return the state with has_aux=True."
             )
-
-    @property
-    def opens_once(self) -> bool:
-        """Returns whether a parameter occurs twice; modules are then split once for all chunks."""
-        moving = jax.tree.leaves(self._nodes[: len(self._params)])
-        return len({id(x) for x in moving}) < len(moving)

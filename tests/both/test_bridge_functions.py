@@ -1,5 +1,7 @@
 """Bridged functions of the scenario table, compared with the native functions."""
 
+from collections import OrderedDict, UserDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +143,83 @@ def test_torch_export_warns_that_the_derivative_is_lost():
     np.testing.assert_allclose(
         program(torch.zeros(3) + 0.5).detach(), np.sin(np.full(3, 0.5)), rtol=1e-6
     )
+
+
+class Record(OrderedDict):
+    """A dict with attributes and without `update`, like a ModelOutput of transformers."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+    def update(self, *args, **kwargs):
+        raise Exception("You cannot use update.")
+
+
+torch.utils._pytree.register_pytree_node(
+    Record,
+    lambda r: (list(r.values()), list(r)),
+    lambda xs, keys: Record(zip(keys, xs, strict=True)),
+)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = torch.nn.Linear(2, 2), kind
+
+    def forward(self, x):
+        y = self.layer(x)
+        states = self.kind({"sin": y.sin(), "cos": y.cos()})
+        return self.kind({"z": y, "states": (states, x)})
+
+
+TRACED = {
+    "a call": lambda f: f,
+    "jit": lambda f: jax.jit(f),
+    "vmap": lambda f: jax.vmap(f),
+    "scan": lambda f: lambda xs: jax.lax.scan(lambda _, x: (None, f(x)), None, xs)[1],
+}
+
+
+@pytest.mark.parametrize("traced", TRACED)
+@pytest.mark.parametrize("kind", [Record, type("Own", (dict,), {}), UserDict])
+def test_the_output_of_a_model_becomes_a_dict(kind, traced):
+    model, x = Encoder(kind), np.random.default_rng(0).normal(size=(3, 2)).astype("float32")
+    apply, params, state = bridge.to_jax(model)
+    run = TRACED[traced](lambda x: apply(params, state, x)[0])
+    found, y = run(jnp.asarray(x)), model.layer(torch.as_tensor(x)).detach()
+    assert type(found) is type(found["states"][0]) is dict
+    assert jax.tree.structure(found) == jax.tree.structure(
+        {"z": 0, "states": ({"sin": 0, "cos": 0}, 0)}
+    )
+    for array, wanted in (
+        (found["z"], y),
+        (found["states"][0]["sin"], y.sin()),
+        (found["states"][0]["cos"], y.cos()),
+        (found["states"][1], x),
+    ):
+        np.testing.assert_allclose(array, wanted, rtol=1e-5)
+    slope = jax.grad(lambda x: (run(x)["states"][0]["cos"]).sum())(jnp.asarray(x))
+    np.testing.assert_allclose(slope, -y.sin() @ model.layer.weight.detach(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [dict, Record])
+def test_the_declared_output_of_a_model_has_the_order_of_its_dict(kind):
+    """JAX sorts the keys of a dict, but not the keys of an OrderedDict."""
+    spec = gj.ArraySpec((), "float32")
+    for run in (jax.jit, lambda f: f):
+        f = bridge.to_jax(lambda x: Record(b=x, a=2 * x), out=kind(b=spec, a=spec))
+        found = run(f)(jnp.float32(1.0))
+        assert type(found) is dict and (float(found["a"]), float(found["b"])) == (2.0, 1.0)
+
+
+def test_a_dict_of_a_jax_function_becomes_a_dict_in_pytorch():
+    f = bridge.to_torch(lambda x: {"pair": type("Own", (dict,), {})(b=x, a=2 * x)})
+    x = torch.ones((), requires_grad=True)
+    found = f(x)["pair"]
+    assert type(found) is dict and (found["a"].item(), found["b"].item()) == (2.0, 1.0)
+    assert torch.autograd.grad(found["a"], x)[0] == 2
 
 
 def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():

@@ -45,6 +45,17 @@ class Own(dict):
         self.label = label
 
 
+class Record(collections.OrderedDict):
+    """A dict with an attribute for each key and without `update`, like a ModelOutput."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+    def update(self, *args, **kwargs):
+        raise Exception("You cannot use update.")
+
+
 Pair = collections.namedtuple("Pair", "x mask")
 
 
@@ -52,6 +63,7 @@ KINDS = {
     "a dict": lambda x, m: {"x": x, "mask": m},
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
     "a dict subclass": lambda x, m: Own({"x": x, "mask": m}, "train"),
+    "a dict subclass without update": lambda x, m: Record({"x": x, "mask": m}),
     "a dataclass": Output,
     "a frozen dataclass with slots": Frozen,
     "a named tuple": Pair,
@@ -63,6 +75,8 @@ def inside(tree):
     """Return the entries `x` and `mask` of a mapping, an object, or a list of dicts."""
     if isinstance(tree, list):
         return inside(tree[0]["y"])
+    if isinstance(tree, Record):
+        assert tree["x"] is tree.x and tree["mask"] is tree.mask
     if isinstance(tree, collections.abc.Mapping):
         return tree["x"], tree["mask"]
     return tree.x, tree.mask
@@ -99,7 +113,9 @@ def test_a_container_of_arrays_is_split_and_joined(gt, kind):
     np.testing.assert_allclose(found, 4 * a * b + 4 * a * (MASK * np.sin(4 * MASK)).sum())
 
 
-@pytest.mark.parametrize("kind", ["a UserDict", "a frozen dataclass with slots"])
+@pytest.mark.parametrize(
+    "kind", ["a UserDict", "a dict subclass without update", "a frozen dataclass with slots"]
+)
 def test_derivatives_come_in_the_container_that_the_argument_was(gt, kind):
     make = KINDS[kind]
     tree = make(gt.asarray(X), gt.asarray(MASK))

@@ -103,6 +103,20 @@ class TiedGraph(nnx.Module):
         return self.b(jax.nn.tanh(self.a(x)))
 
 
+class SharedState(nnx.Module):
+    """A module in which two names refer to the same layer, statistics and dropout stream."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = self.tied = nnx.Linear(3, 3, rngs=rngs, param_dtype=F64)
+        self.norm = self.again = nnx.BatchNorm(3, rngs=rngs, param_dtype=F64, dtype=F64)
+        self.drop = self.later = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.drop(self.norm(self.a(x)))
+        return self.later(self.again(self.tied(x + 1)))
+
+
 @dataclass(frozen=True)
 class Kind:
     make: Any
@@ -136,6 +150,7 @@ KINDS = {
     "nnx": Kind(Plain, "nnx", True),
     "nnx with batch norm, dropout, a counter": Kind(Stateful, "nnx", True, True),
     "nnx, tied": Kind(TiedGraph, "nnx", True),
+    "nnx, shared layers with state": Kind(SharedState, "nnx", True, True),
 }
 
 
@@ -357,6 +372,78 @@ def test_microbatches_change_an_nnx_module_as_a_loop_does():
         kind.loss(plain, x)
     assert int(ours.calls[...]) == 3
     same(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat), 1e-6)
+
+
+def mean_of_rows(m, x):
+    return (m(x) ** 2).mean()
+
+
+def mean_of_chunks(m, x):
+    return (mean_of_rows(m, x[:2]) + mean_of_rows(m, x[2:4])) / 2
+
+
+def in_chunks(m, x):
+    run = gt.chunked(lambda m, x: m(x), 2, in_axes=(None, 0))
+    return (run(m, x) ** 2).mean()
+
+
+def in_a_mapping(m, x):
+    run = gt.chunked(lambda tree, x: tree["net"](x), 2, in_axes=(None, 0))
+    return (run(UserDict(net=m), x) ** 2).mean()
+
+
+RECOMPUTED = {
+    "microbatched": (gt.microbatched_value_and_grad(mean_of_rows, 2), mean_of_chunks),
+    "chunked": (gt.value_and_grad(in_chunks), mean_of_chunks),
+    "chunked, in a mapping": (gt.value_and_grad(in_a_mapping), mean_of_chunks),
+    "checkpoint": (gt.value_and_grad(gt.checkpoint(mean_of_rows)), mean_of_rows),
+    "frozen": (gt.value_and_grad(gt.frozen(mean_of_rows)), mean_of_rows),
+}
+
+
+def same_with_state(found, wanted, ours, plain):
+    same(found, wanted, 1e-10)
+    assert arrays(nnx.state(ours, nnx.RngCount)) == arrays(nnx.state(plain, nnx.RngCount))
+    same(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
+@pytest.mark.parametrize("operator", RECOMPUTED)
+def test_an_nnx_module_with_shared_state_gives_the_numbers_and_state_of_a_plain_loop(operator):
+    run, plain_loss = RECOMPUTED[operator]
+    ours, plain = SharedState(), SharedState()
+    found = run(ours, X[:4])
+    same_with_state(found, nnx.value_and_grad(plain_loss)(plain, X[:4]), ours, plain)
+
+
+def test_an_accumulator_adds_the_gradients_of_an_nnx_module_with_shared_state():
+    ours, plain = SharedState(), SharedState()
+    total = gt.GradientAccumulator()
+    for x in (X[:2], X[2:4]):
+        total.add(gt.grad(mean_of_rows)(ours, x))
+    same_with_state(total.mean(), nnx.grad(mean_of_chunks)(plain, X[:4]), ours, plain)
+
+
+@pytest.mark.parametrize("recomputed", [gt.checkpoint, gt.frozen])
+@pytest.mark.parametrize("form", ["twice", "keywords"])
+def test_modules_in_several_arguments_are_updated_as_by_a_plain_call(form, recomputed):
+    """The module is an argument twice, or keyword arguments are not in alphabetical order."""
+    norm = lambda n: nnx.BatchNorm(n, rngs=nnx.Rngs(0), param_dtype=F64, dtype=F64)
+    ours, plain = [(norm(3), norm(6)) for _ in range(2)]
+    if form == "twice":
+        loss = lambda last, a, b: (last(jnp.hstack([a(X), b(X + 1)])) ** 3).mean()
+        call = lambda f, pair: f(pair[1], pair[0], pair[0])
+    else:
+        loss = lambda b, a: (a(jnp.hstack([b(X), b(X + 1)])) ** 3).mean()
+        call = lambda f, pair: f(b=pair[0], a=pair[1])
+    found = gt.value_and_grad(lambda pair: call(recomputed(loss), pair))(ours)
+    same_with_state(found, nnx.value_and_grad(partial(call, loss))(plain), ours, plain)
+
+
+def test_a_list_of_nnx_modules_is_split_into_chunks():
+    nets = [TiedGraph() for _ in range(4)]
+    each = lambda nets, x: jnp.stack([net(row) for net, row in zip(nets, x, strict=True)])
+    same(gt.chunked(each, 2, in_axes=(0, 0))(nets, X[:4]), each(nets, X[:4]))
 
 
 @pytest.mark.sweep_at("hessian", "per_example_grad")

@@ -7,8 +7,9 @@ value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` bloc
 later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
 custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
 of a custom rule, and the rule can compute the derivative of a function in which this value varies
-(as in a linear solver with factors of a stopped matrix). A derivative is wrong only if it differs
-from finite differences both with constant and with recomputed operands. If a derivative is wrong,
+(as in a linear solver with factors of a stopped matrix); a hook of f can do the same. A derivative
+is wrong only if it differs from finite differences both with these values constant and with these
+values recomputed. If a derivative is wrong,
 the derivatives of f's intermediate values are compared in the same way to locate the first
 operation with a wrong derivative.
 
@@ -127,8 +128,9 @@ class CheckedProgram:
         hooks: A dictionary whose keys describe the gradient hooks that f registers.
         values: The values whose gradients f stops in a run; `recorded` contains the values of the
             first run.
-        stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand.
-        recompute: Whether the stopped operands of custom rules are recomputed in later runs.
+        stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand,
+            or f registers a hook after it stops a gradient.
+        recompute: Whether these stopped values are recomputed in later runs.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
     """
@@ -208,8 +210,8 @@ class CheckedProgram:
     def compared(self) -> tuple[str, DerivativeComparison]:
         """Returns the verdict and the comparison in which stopped values are constant.
 
-        If this comparison differs and stopped values are operands of custom rules, the verdict is
-        the verdict of a second comparison, in which these operands are recomputed.
+        If this comparison differs and custom rules or hooks can use stopped values, the verdict is
+        the verdict of a second comparison, in which these values are recomputed.
         """
         found = self.comparison()
         verdict = found.verdict()

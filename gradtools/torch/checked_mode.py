@@ -9,7 +9,7 @@ disables gradients inside of a Function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -85,7 +85,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self.start = RunState.now(Held(roots, {x.device.type for x in leaves}))
         self.known = dict[int, Tensor]()
         self.stopped = dict[int, tuple[Tensor, frozenset[int]]]()  # with indices of `values`
-        self.in_rules = frozenset[int]()  # indices of `values` that are operands of custom rules
+        self.in_rules = frozenset[int]()  # indices of `values` that a custom rule or a hook uses
         self.captured = list[Tensor]()
         self._measure(leaves)
         with self.at(self.numbers(leaves)) as xs:
@@ -153,8 +153,11 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
 
     def given_to_rule(self, xs: Sequence[Any]) -> None:
         if self.recorded is None:
-            self.in_rules |= self._stops_of(xs)
-            self.stops_reach_rules = bool(self.in_rules)
+            self._recompute_later(self._stops_of(xs))
+
+    def _recompute_later(self, stops: Iterable[int]) -> None:
+        self.in_rules |= frozenset(stops)
+        self.stops_reach_rules = bool(self.in_rules)
 
     def _stops_of(self, xs: Sequence[Any]) -> frozenset[int]:
         """Returns the indices of the stopped values from which xs are computed."""
@@ -206,6 +209,8 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         outs = _tensors(y)
         if self.recorded is None:
             self._measure([t for t in outs if t.requires_grad])
+            if name.endswith("hook"):  # a hook can use each value before it
+                self._recompute_later(range(len(self.values)))
             if stops := self._stops_of(given):
                 if not torch.is_grad_enabled():  # inside of an autograd.Function
                     self.given_to_rule(given)

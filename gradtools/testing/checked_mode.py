@@ -211,10 +211,11 @@ class CheckedProgram:
         """Returns the verdict and the comparison in which stopped values are constant.
 
         If this comparison differs and custom rules or hooks can use stopped values, the verdict is
-        the verdict of a second comparison, in which these values are recomputed.
+        the verdict of a second comparison, in which these values are recomputed. If f has no
+        arguments, the verdict is empty.
         """
         found = self.comparison()
-        verdict = found.verdict()
+        verdict = found.verdict() if self.leaves else ""
         if verdict == "differs" and self.stops_reach_rules:
             self.recompute = True
             try:
@@ -310,7 +311,7 @@ class _CheckedMembers:
             return
         try:
             program = self.half.HeldProgram(self.backend, member, fun, leaves, captures)
-            verdict, found = program.compared() if program.leaves else ("", None)
+            verdict, found = program.compared()
         except DerivativeError:
             raise
         except Exception as error:

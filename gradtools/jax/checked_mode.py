@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import primitives
 
 from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import jaxprs, reachability
@@ -27,7 +26,6 @@ from gradtools.jax.trees import is_inexact
 from gradtools.testing.checked_mode import CheckedProgram, here, set_here
 
 _OWN, _USER = "gradtools_own", "gradtools_user"
-_PRIMITIVES = {id(p) for p in vars(primitives).values()}
 
 
 def scope(own: bool) -> AbstractContextManager[Any]:
@@ -174,7 +172,7 @@ class HeldProgram(CheckedProgram):
         """
         if e.primitive.name == "custom_linear_solve":
             return any(map(_is_differentiable, args[: e.params["const_lengths"].matvec]))
-        if id(e.primitive) in _PRIMITIVES and not jaxprs.programs_of(e):
+        if not jaxprs.programs_of(e) and _is_of_jax(e.primitive):
             return False
         self.stops_reach_rules = True
         return self.recompute
@@ -186,6 +184,12 @@ class HeldProgram(CheckedProgram):
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
         if not _is_own(e) or "rule" in e.params:
             self.see(_name(e), _line(e), ys)
+
+
+def _is_of_jax(primitive: Any) -> bool:
+    from jax.extend.core import primitives  # loads Pallas
+
+    return any(primitive is p for p in vars(primitives).values())
 
 
 def _is_own(e: Any) -> bool:

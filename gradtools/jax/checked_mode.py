@@ -1,8 +1,10 @@
 """Implements `gradtools.testing.checked` in JAX, by evaluating f's jaxpr with recorded values.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
-later runs. Edits other than `straight_through` are evaluated as identities. A name scope marks the
-`stop_gradient` equations of gradtools itself.
+later runs. Values that are computed only from stopped values are evaluated twice, with the recorded
+results and with new results, because a custom rule with such an operand can give the derivative for
+a recomputed operand. Edits other than `straight_through` are evaluated as identities. A name scope
+marks the `stop_gradient` equations of gradtools itself.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,34 @@ def native(xs: Sequence[Any]) -> Iterator[Any]:
         yield values, moving
 
 
+class _Value(NamedTuple):
+    """A value that depends on f's arguments; constants are arrays.
+
+    Attributes:
+        value: The value. If its gradient is stopped, it is computed from recorded results.
+        recomputed: If the gradient is stopped, the value computed without recorded results.
+    """
+
+    value: Any
+    recomputed: Any = None
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, _Value) else x
+
+
+def _recomputed(x: Any) -> Any:
+    return x.recomputed if _is_stopped(x) else _value(x)
+
+
+def _is_stopped(x: Any) -> bool:
+    return isinstance(x, _Value) and x.recomputed is not None
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, _Value) and x.recomputed is None
+
+
 class HeldProgram(CheckedProgram):
     """Runs f again at other points, with the results of `stop_gradient` from the first run."""
 
@@ -98,7 +128,8 @@ class HeldProgram(CheckedProgram):
     def run(self, *xs: Any) -> list[Any]:
         if self.closed is None:
             return list(self.fun(*xs)[0])
-        return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
+        given = [*self.closed.consts, *map(_Value, xs)]
+        return [_value(y) for y in jaxprs.interpreted(self.closed.jaxpr, given, self._step)]
 
     def hold(self, x: Any) -> Any:
         """Returns x in the first run, and the recorded x in later runs, without a gradient."""
@@ -110,17 +141,41 @@ class HeldProgram(CheckedProgram):
 
     def _step(self, _: int, e: Any, args: list[Any]) -> list[Any]:
         if e.primitive.name == "stop_gradient" and not _is_own(e):
-            return [self.hold(args[0])]
+            new = jax.lax.stop_gradient(_recomputed(args[0]))
+            return [_Value(self.hold(_value(args[0])), new)]
         if _is_edit(e):
             if _name(e) == "straight_through":
-                return [args[1] + self.hold(args[0] - args[1])]
+                x, y = map(_value, args[:2])
+                return [_Value(y + self.hold(x - y))]
             return args[: len(e.outvars)]  # an edit may have further arguments
         if e.primitive.name in jaxprs.CALLS:
             (program,) = jaxprs.programs_of(e)
             return jaxprs.interpreted(program.jaxpr, [*program.consts, *args], self._step)
-        ys = jaxprs.bound(e, args)
+        differentiable, stopped = (
+            any(map(is_kind, args)) for is_kind in (_is_differentiable, _is_stopped)
+        )
+        recompute = differentiable and stopped and self._recomputes(e, args)
+        ys = jaxprs.bound(e, [*map(_recomputed if recompute else _value, args)])
         self._look_at(e, [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)])
-        return ys
+        if differentiable:
+            return [*map(_Value, ys)]
+        if not stopped:
+            return ys
+        return [*map(_Value, ys, ys if e.effects else jaxprs.bound(e, [*map(_recomputed, args)]))]
+
+    def _recomputes(self, e: Any, args: list[Any]) -> bool:
+        """Returns whether the stopped operands of an equation are recomputed.
+
+        The rule of `custom_linear_solve` differentiates the matrix and never the solver, for
+        example its LU factors. The solver's operands are therefore recomputed if the matrix is
+        differentiated. Other rules may treat a stopped operand in either way.
+        """
+        if e.primitive.name == "custom_linear_solve":
+            return any(map(_is_differentiable, args[: e.params["const_lengths"].matvec]))
+        if not jaxprs.programs_of(e) and _is_of_jax(e.primitive):
+            return False
+        self.stops_reach_rules = True
+        return self.recompute
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
         """Updates `eps` and `unseen`, and records the outputs of the equation."""
@@ -129,6 +184,12 @@ class HeldProgram(CheckedProgram):
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
         if not _is_own(e) or "rule" in e.params:
             self.see(_name(e), _line(e), ys)
+
+
+def _is_of_jax(primitive: Any) -> bool:
+    from jax.extend.core import primitives  # loads Pallas
+
+    return any(primitive is p for p in vars(primitives).values())
 
 
 def _is_own(e: Any) -> bool:

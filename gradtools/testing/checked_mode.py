@@ -5,9 +5,13 @@
 Intended edits are not reported: in a comparison, gradient edits are replaced by identities, and a
 value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` block) is replaced in
 later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
-custom functions or custom rules are recomputed in each run. If a derivative is wrong, the
-derivatives of f's intermediate values are compared in the same way to locate the first operation
-with a wrong derivative.
+custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
+of a custom rule, and the rule can compute the derivative of a function in which this value varies
+(as in a linear solver with factors of a stopped matrix); a hook of f can do the same. A derivative
+is wrong only if it differs from finite differences both with these values constant and with these
+values recomputed. If a derivative is wrong,
+the derivatives of f's intermediate values are compared in the same way to locate the first
+operation with a wrong derivative.
 
 The module `central_differences` implements the comparison. The modules `checked_mode` of
 `gradtools.torch` and `gradtools.jax` run f at other points. While a `checked` context is active,
@@ -124,6 +128,9 @@ class CheckedProgram:
         hooks: A dictionary whose keys describe the gradient hooks that f registers.
         values: The values whose gradients f stops in a run; `recorded` contains the values of the
             first run.
+        stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand,
+            or f registers a hook after it stops a gradient.
+        recompute: Whether these stopped values are recomputed in later runs.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
     """
@@ -138,6 +145,7 @@ class CheckedProgram:
         self.notes, self.hooks = list[str](), dict[str, None]()
         self.values = list[Any]()
         self.recorded: list[Any] | None = None
+        self.stops_reach_rules = self.recompute = False
         self.count: int | None = None
         self.kind = ""
         self.seen = list[tuple[str, str, Any]]()
@@ -199,12 +207,32 @@ class CheckedProgram:
         """Returns a new `DerivativeComparison` at f's arguments."""
         return DerivativeComparison(self, self.numbers(self.leaves), here.rng)
 
+    def compared(self) -> tuple[str, DerivativeComparison]:
+        """Returns the verdict and the comparison in which stopped values are constant.
+
+        If this comparison differs and custom rules or hooks can use stopped values, the verdict is
+        the verdict of a second comparison, in which these values are recomputed. If f has no
+        arguments, the verdict is empty.
+        """
+        found = self.comparison()
+        verdict = found.verdict() if self.leaves else ""
+        if verdict == "differs" and self.stops_reach_rules:
+            self.recompute = True
+            try:
+                verdict = self.comparison().verdict()
+            finally:
+                self.recompute = False
+        return verdict, found
+
+    def given_to_rule(self, xs: Sequence[Any]) -> None:
+        """Called with the array arguments of a custom rule of gradtools."""
+
     def first_wrong(self) -> str:
         """Describes the first value inside of f with a wrong derivative, found by bisection."""
 
         def differs(k: int) -> bool:
             self.count = k + 1
-            return self.comparison().verdict() == "differs"
+            return self.compared()[0] == "differs"
 
         texts = list[str]()
         for word, kind in _ORDERS:
@@ -283,8 +311,7 @@ class _CheckedMembers:
             return
         try:
             program = self.half.HeldProgram(self.backend, member, fun, leaves, captures)
-            found = program.comparison()
-            verdict = found.verdict() if program.leaves else ""
+            verdict, found = program.compared()
         except DerivativeError:
             raise
         except Exception as error:
@@ -404,6 +431,8 @@ def _rule_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
     members = self._backend.checked
     members.native(self.__name__, self.fun, partial(members.own, run, self), *args, **kwargs)
+    if here.program is not None:
+        here.program.given_to_rule(self._backend.flatten((args, kwargs))[0])
     result = members.own(run, self, *args, **kwargs)
     if here.program is not None:
         line, ys = innermost(lines_above(1)), self._backend.flatten(result)[0]

@@ -9,7 +9,7 @@ disables gradients inside of a Function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -83,7 +83,9 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         for hook in [h for hooks in self.hooked for h in (hooks or {}).values()]:
             self.hooks[f"A parameter has a hook ({definition_of(hook)})."] = None
         self.start = RunState.now(Held(roots, {x.device.type for x in leaves}))
-        self.known, self.stopped = dict[int, Tensor](), dict[int, Tensor]()
+        self.known = dict[int, Tensor]()
+        self.stopped = dict[int, tuple[Tensor, frozenset[int]]]()  # with indices of `values`
+        self.in_rules = frozenset[int]()  # indices of `values` that a custom rule or a hook uses
         self.captured = list[Tensor]()
         self._measure(leaves)
         with self.at(self.numbers(leaves)) as xs:
@@ -149,15 +151,30 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
 
     # --- the operations of f
 
-    def hold(self, y: Any, in_place: bool = False) -> Any:
+    def given_to_rule(self, xs: Sequence[Any]) -> None:
+        if self.recorded is None:
+            self._recompute_later(self._stops_of(xs))
+
+    def _recompute_later(self, stops: Iterable[int]) -> None:
+        self.in_rules |= frozenset(stops)
+        self.stops_reach_rules = bool(self.in_rules)
+
+    def _stops_of(self, xs: Sequence[Any]) -> frozenset[int]:
+        """Returns the indices of the stopped values from which xs are computed."""
+        found = [self.stopped[id(x)][1] for x in xs if id(x) in self.stopped]
+        return frozenset().union(*found)
+
+    def hold(self, y: Any, given: Sequence[Any] = (), in_place: bool = False) -> Any:
         """Returns y in the first run, and the recorded y of the first run in later runs."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
+            stops = self._stops_of(given) | {len(self.values)}
             self.values.append(y.detach().clone() if is_tensor else y)
-            self.stopped |= {id(y): y} if is_tensor else {}
+            self.stopped |= {id(y): (y, stops)} if is_tensor else {}
             return y
         k, self.place = self.place, self.place + 1
-        old = self.recorded[k] if k < len(self.recorded) else y
+        constant = k < len(self.recorded) and not (self.recompute and k in self.in_rules)
+        old = self.recorded[k] if constant else y
         if getattr(old, "shape", None) != getattr(y, "shape", None):
             return y
         if in_place:
@@ -183,17 +200,21 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         y = func(*args, **kwargs)
         if torch.is_grad_enabled():
             if func in _STOPS and not self.function:
-                return self.hold(y)
+                return self.hold(y, given)
         elif self.off or torch.is_inference_mode_enabled():
             if type(y) in (tuple, list):
-                return type(y)(map(self.hold, y))
+                return type(y)(self.hold(part, given) for part in y)
             held = isinstance(y, Tensor) or name in _LEAVING
-            return self.hold(y, any(y is a for a in args)) if held else y
+            return self.hold(y, given, any(y is a for a in args)) if held else y
         outs = _tensors(y)
         if self.recorded is None:
             self._measure([t for t in outs if t.requires_grad])
-            if any(id(x) in self.stopped for x in given):
-                self.stopped |= {id(t): t for t in outs if not t.requires_grad}
+            if name.endswith("hook"):  # a hook can use each value before it
+                self._recompute_later(range(len(self.values)))
+            if stops := self._stops_of(given):
+                if not torch.is_grad_enabled():  # inside of an autograd.Function
+                    self.given_to_rule(given)
+                self.stopped |= {id(t): (t, stops) for t in outs if not t.requires_grad}
                 if name in _LEAVING:
                     at = f"{name.strip('_')}() ({innermost(lines_above(1))})"
                     text = f"a stopped value leaves PyTorch by {at}; it is treated as a constant"

@@ -103,6 +103,13 @@ def _kernel(gt: Any) -> Any:
     return sin
 
 
+def _squared_by_rule(gt: Any) -> Any:
+    """Return x**2, computed from a stopped value, with the derivative in a custom rule."""
+    square = gt.custom_rule(lambda x, stopped: stopped**2)
+    square.defvjp(lambda x, stopped: (stopped**2, x), lambda x, g: (2 * x * g, None))
+    return lambda x: square(x, gt.stop_gradient(x))
+
+
 _MEANT = {
     "a reversal": lambda gt, x: gt.reverse_gradient(x, 0.5),
     "a stop": lambda gt, x: gt.stop_gradient(x) * x,
@@ -119,6 +126,10 @@ _MEANT = {
     "MAML": lambda gt, x: x - 0.1 * gt.grad(square(gt, gt.xp.sin))(x),
     "a rule": lambda gt, x: _rule(gt)(x),
     "a kernel": lambda gt, x: _kernel(gt)(x),
+    "a rule of a stopped value": lambda gt, x: _squared_by_rule(gt)(x),
+    "a rule of a stopped value, and a target": lambda gt, x: (
+        _squared_by_rule(gt)(x) - gt.stop_gradient(x * 3)
+    ),
 }
 for _name, _f in _MEANT.items():
     both(_name, lambda gt, f=_f: gt.grad(square(gt, lambda x: f(gt, x)))(gt.asarray(X)))
@@ -142,10 +153,11 @@ for _dtype in ("float32", "float16", "bfloat16"):
         both(f"{_name} in {_dtype}", _narrow)
 
 
-def _in_checked(program: Any, *args: Any) -> None:
+def _in_checked(program: Any, *args: Any) -> Any:
     with checked() as report:
         program(*args)
     assert report.compared + sum(report.skipped.values()) > 0
+    return report
 
 
 @pytest.mark.sampled(80, 400)
@@ -218,6 +230,40 @@ def _complex_numbers(gt, torch, x):
     gt.hvp(lambda z: (z**2).abs().pow(2).sum(), (z,), (z,))
 
 
+def _functions_of_a_stopped_value(gt, torch, x):
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, stopped):
+            ctx.save_for_backward(x)
+            return stopped**2
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0] * g, None
+
+    def under_no_grad(x):
+        with torch.no_grad():
+            return (x * 2) / 2
+
+    for stop in (torch.Tensor.detach, under_no_grad, lambda x: x.data * 1):
+        gt.grad(lambda x, stop=stop: (Squared.apply(x, stop(x)) * x).sum())(x)
+        gt.grad(lambda x, stop=stop: ((Squared.apply(x, stop(x)) - x.detach()) ** 2).sum())(x)
+
+
+def _equilibrium_by_a_hook(gt, torch, x):
+    def loss(x):
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(60):
+                z = torch.tanh(0.3 * z + x)
+        z = torch.tanh(0.3 * z + x)
+        slope = 0.3 * (1 - z.detach() ** 2)
+        z.register_hook(lambda g: g / (1 - slope))
+        return z.square().sum()
+
+    gt.grad(loss)(x)
+
+
 def _backward_through_parts(gt, torch, x):
     x, net = x.clone().requires_grad_(), torch.nn.Linear(3, 3).double()
     f = lambda x: net(x).tanh()
@@ -233,6 +279,33 @@ def _scan(gt, jax, x):
 def _stop_in_a_scan(gt, jax, x):
     step = lambda c, x: ((jax.lax.stop_gradient(c) * x).sum(), c)
     gt.grad(lambda x: jax.lax.scan(step, 1.0, x)[0])(x)
+
+
+def _linear_solvers(gt, jax, x):
+    # The factors of the stopped matrix are operands of `custom_linear_solve`.
+    jnp, stop, eye = jax.numpy, jax.lax.stop_gradient, 4 * jax.numpy.eye(3)
+    a, b = x[:3] + eye, x[3]
+    solve, positive = jnp.linalg.solve, jax.scipy.linalg.solve
+    functions = (
+        lambda a: solve(a, b).sum(),
+        lambda a: jax.jit(solve)(a, b).sum(),
+        lambda a: jnp.linalg.inv(a)[0].sum(),
+        lambda a: positive(a @ a.T, b, assume_a="pos").sum(),
+        lambda a: solve(stop(a), a @ b).sum(),
+        lambda a: ((solve(a, b) - stop(a @ b)) ** 2).sum(),
+        lambda a: (jnp.logaddexp(a, stop(3 * a)) + solve(a, b)).sum(),
+    )
+    for f in functions:
+        gt.grad(f)(a)
+        gt.hvp(f, (a,), (x[1:],))
+
+
+def _a_rule_of_a_stopped_value(gt, jax, x):
+    square = jax.custom_jvp(lambda x, stopped: stopped**2)
+    square.defjvp(lambda xs, ts: (square(*xs), 2 * xs[0] * ts[0]))
+    gt.grad(lambda x: (square(x, jax.lax.stop_gradient(x)) * x).sum())(x)
+    sums = lambda x, s: jax.lax.scan(lambda c, x: (c + square(x, s).sum(), None), 0.0, x)[0]
+    gt.grad(lambda x: sums(x[None], jax.lax.stop_gradient(x)))(x)
 
 
 def _compiled_edits_and_stops(gt, jax, x):
@@ -254,10 +327,19 @@ OWN = {
     "torch": (
         *(_no_grad_block, _inner_derivative_of_pytorch, _dropout_and_batch_normalization),
         *(_masked_attention, _squared_relu_of_ones_own, _hook_that_logs, _complex_numbers),
-        _backward_through_parts,
+        *(_functions_of_a_stopped_value, _equilibrium_by_a_hook, _backward_through_parts),
     ),
-    "jax": (_scan, _stop_in_a_scan, _compiled_edits_and_stops, _jax_grad_through_parts),
+    "jax": (
+        *(_scan, _stop_in_a_scan, _linear_solvers, _a_rule_of_a_stopped_value),
+        *(_compiled_edits_and_stops, _jax_grad_through_parts),
+    ),
 }
+
+
+AGREEING = (
+    *(_functions_of_a_stopped_value, _equilibrium_by_a_hook),
+    *(_linear_solvers, _a_rule_of_a_stopped_value),
+)
 
 
 @pytest.mark.parametrize(("name", "program"), [(n, p) for n, own in OWN.items() for p in own])
@@ -266,7 +348,9 @@ def test_a_program_of_one_framework_passes(name, program):
     gt = importlib.import_module(f"gradtools.{name}")
     if name == "torch":
         framework.manual_seed(0)
-    _in_checked(program, gt, framework, gt.asarray(X))
+    report = _in_checked(program, gt, framework, gt.asarray(X))
+    if program in AGREEING:
+        assert not report.skipped and not report.notes
 
 
 # --- stories from public programs

@@ -394,6 +394,9 @@ BAD: dict[str, Call] = {
     "a complex scale": lambda gt, a: gt.scale_gradient(a(V), 1j),
     "a scale of another shape": lambda gt, a: gt.reverse_gradient({"x": a(V)}, a(np.ones(3))),
     "a scale that is a string": lambda gt, a: gt.scale_gradient(a(V), "half"),
+    "scale_gradient, the scale first": lambda gt, a: gt.scale_gradient(0.1, a(V)),
+    "reverse_gradient, the scale first": lambda gt, a: gt.reverse_gradient(0.5, a(V)),
+    "clip_gradient, the bound first": lambda gt, a: gt.clip_gradient(1.0, a(V)),
     "clip_gradient by nothing": lambda gt, a: gt.clip_gradient(a(V)),
     "clip_gradient by a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
     "clip_gradient by a negative NumPy number": lambda gt, a: gt.clip_gradient(

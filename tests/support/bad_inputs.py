@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.testing import check_derivatives, check_rule, cross_check
+from gradtools.testing import check_derivatives, check_rule, checked, cross_check
 from tests.support.numpy_trees import lift
 
 # A call takes the gradtools namespace and a function that converts NumPy arrays.
@@ -100,6 +100,13 @@ def rule_of_tuples(gt: Any, a: Any) -> Any:
     rule = gt.custom_rule(gt.xp.sin)
     rule.defjvp(lambda x, dx: gt.xp.cos(x) * dx)
     return gt.jvp(rule, (a(V),), (a(V),))
+
+
+def rule_of_swapped_arguments(gt: Any, a: Any) -> Any:
+    """Differentiate a rule whose bwd takes the cotangent first."""
+    rule = gt.custom_rule(lambda x, y: x * y)
+    rule.defvjp(lambda x, y: (x * y, (x, y)), lambda c, saved: (c * saved[1], c * saved[0]))
+    return gt.grad(lambda x: gt.xp.sum(rule(x, x)))(a(V))
 
 
 def rule_of_a_method(gt: Any, a: Any) -> Any:
@@ -355,6 +362,9 @@ BAD: dict[str, Call] = {
     "chunked, an output without the batch": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
         a(V)
     ),
+    "chunked, out_axes beyond the output": lambda gt, a: gt.chunked(
+        lambda x: x.sum(1), 2, out_axes=1
+    )(a(ROWS)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an object returned beside an array": lambda gt, a: gt.chunked(
@@ -457,6 +467,9 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
+    "a bwd of the cotangent and the residuals": lambda gt, a: noted(
+        lambda: rule_of_swapped_arguments(gt, a)
+    ),
     "an adjoint of a wrong shape that raises": lambda gt, a: noted(
         lambda: adjoint(gt, a, lambda y: ROWS @ y)
     ),
@@ -532,6 +545,7 @@ BAD: dict[str, Call] = {
     "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
+    "checked of a function": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)
@@ -591,6 +605,9 @@ BAD: dict[str, Call] = {
     "a branch on a value of one chunk": lambda gt, a: noted(
         lambda: gt.microbatched_value_and_grad(branching, 1)(a(V), a(ROWS))
     ),
+    "an example that f changes in place": lambda gt, a: gt.per_example_grad(
+        lambda w, row: row.mul_(w).sum()
+    )(a(V), a(ROWS.copy())),
     "in_axes by a name that f lacks": lambda gt, a: gt.per_example_grad(mean, in_axes={"data": 0})(
         a(V), a(ROWS)
     ),
@@ -677,6 +694,7 @@ ONLY = {
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
     "a rule that is a method of a module": "torch",
+    "an example that f changes in place": "torch",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

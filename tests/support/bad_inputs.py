@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -184,6 +184,17 @@ def target(gt: Any, a: Any) -> Any:
     return x.requires_grad_() if hasattr(x, "requires_grad_") else x
 
 
+class Transformation(NamedTuple):
+    """A pair of functions, as in optax."""
+
+    init: Any
+    update: Any
+
+
+def optimizer_of(model: Any) -> Any:
+    return pytest.importorskip("torch").optim.SGD(model.parameters(), 0.1)
+
+
 def layer(gt: Any) -> Any:
     """Return a LayerNorm module of the framework."""
     if gt.__name__.endswith("torch"):
@@ -214,6 +225,8 @@ BAD: dict[str, Call] = {
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
     # --- return values of f
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
+    "grad of a Jacobian": lambda gt, a: gt.grad(gt.jacobian(lambda x: x * x))(a(V)),
+    "hessian of a gradient": lambda gt, a: gt.hessian(gt.grad(total(gt)))(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
     "grad of an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(a(V)),
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
@@ -289,6 +302,7 @@ BAD: dict[str, Call] = {
     "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
     "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
+    "checkpoint, the arguments beside f": lambda gt, a: gt.checkpoint(total(gt), a(V)),
     "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked by an array": lambda gt, a: gt.chunked(total(gt), a(V)),
@@ -545,6 +559,9 @@ BAD: dict[str, Call] = {
     "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
+    "check_rule of a rule of the other framework": lambda gt, a: check_rule(
+        ruled(gt, lambda x: x), (V,), {"torch": "jax", "jax": "torch"}[gt.__name__[10:]]
+    ),
     "checked of a function": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
@@ -677,6 +694,13 @@ BAD: dict[str, Call] = {
     "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
     "gradient_graph without arguments": lambda gt, a: gt.gradient_graph(total(gt)),
     "why_zero of a gradient": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
+    "why_zero, a misspelt option": lambda gt, a: gt.why_zero(total(gt), a(V), optimiser=3),
+    "why_zero, the optimizer as an argument": lambda gt, a: gt.why_zero(
+        layer(gt), optimizer_of(layer(gt))
+    ),
+    "why_zero, a pair of functions as optimizer": lambda gt, a: gt.why_zero(
+        total(gt), a(V), optimizer=Transformation(len, len)
+    ),
     "why_zero, a list of arrays as optimizer": lambda gt, a: gt.why_zero(
         total(gt), a(V), optimizer=[a(V)]
     ),
@@ -695,6 +719,8 @@ ONLY = {
     "grad of a function that writes into a view of its argument": "torch",
     "a rule that is a method of a module": "torch",
     "an example that f changes in place": "torch",
+    "why_zero, the optimizer as an argument": "torch",
+    "why_zero, a pair of functions as optimizer": "torch",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

@@ -160,6 +160,12 @@ def linen() -> Any:
     return pytest.importorskip("flax.linen").Dense(2)
 
 
+def params_alone(gt: Any, a: Any) -> Any:
+    """Apply a linen module whose variables are its parameters without the collection."""
+    apply, params, state = gt.make_functional(linen(), variables={"kernel": a(V)})
+    return apply(params, state, a(ROWS))
+
+
 def pulled(gt: Any, a: Any, fwd: Any, bwd: Any) -> Any:
     rule = gt.custom_rule(lambda x: x)
     rule.defvjp(fwd, bwd)
@@ -251,6 +257,9 @@ BAD: dict[str, Call] = {
     "a solution of another shape": lambda gt, a: gt.implicit_solution(
         lambda z, a: z[0], lambda a: a
     )(a(V)),
+    "a solution, solve first": lambda gt, a: gt.implicit_solution(
+        lambda a: a**0.5, lambda z, a: z * z - a
+    ),
     "a solution that is none": lambda gt, a: gt.implicit_solution(
         lambda z, a: z * z - a, lambda a: a
     )(a(V) + 3),
@@ -544,6 +553,7 @@ BAD: dict[str, Call] = {
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
+    "make_functional of a linen module's params": lambda gt, a: noted(lambda: params_alone(gt, a)),
     "gather without anything": lambda gt, a: gt.all_gather(a(V)),
     "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
     # --- checks
@@ -719,6 +729,7 @@ ONLY = {
     "grad of a function that writes into a view of its argument": "torch",
     "a rule that is a method of a module": "torch",
     "an example that f changes in place": "torch",
+    "make_functional of a linen module's params": "jax",
     "why_zero, the optimizer as an argument": "torch",
     "why_zero, a pair of functions as optimizer": "torch",
     "a branch on a value of one example": "jax",

@@ -33,6 +33,7 @@ import numpy as np
 from gradtools.arguments.calls import Call
 from gradtools.arguments.chunks import ChunkFunction
 from gradtools.backend import FrameworkBackend, Recomputation
+from gradtools.boundary import user_facing
 from gradtools.code_origin import Source, definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError, GradtoolsError
@@ -422,6 +423,7 @@ def _replace_members() -> None:
     _undo.callback(FrameworkBackend.on_creation.clear)
 
 
+@user_facing
 def checked(seed: int = 0) -> AbstractContextManager[CheckedReport]:
     """Context manager that compares gradtools' derivatives with finite differences.
 

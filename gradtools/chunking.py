@@ -217,13 +217,16 @@ class Chunking(Operators):
             argnums: The positional arguments to differentiate; all chunks share them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0.
-            reduction: Whether f returns the mean or the sum over the examples of a chunk.
+            reduction: Whether f returns the mean or the sum over the examples of a chunk. A loss
+                that sums over the batch needs reduction="sum". A loss over all pairs of the batch,
+                as in contrastive learning, is not a mean over chunks; use `chunked` for the
+                network, and compute the loss from its outputs.
             weights: The weights of a mean in which examples have different weights: one weight per
                 example (such as its number of tokens), split with the batch, or a function of a
                 chunk's arguments that returns the chunk's weight (it gets the keyword arguments for
                 which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
-                metrics, which are reduced like the loss.
+                metrics, which are reduced like the loss, so return no per-example outputs.
             key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.arguments.checks import as_array, as_float, check_function, matching
-from gradtools.arguments.wording import describe, in_words, name_of
+from gradtools.arguments.wording import describe, in_words, name_of, shown
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
@@ -154,6 +154,7 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
+        _check_x_first(name, x, "scale", scale)
         if sign < 0 and isinstance(scale, (float, int, np.number)) and scale < 0:
             raise GradtoolsError(
                 f"{name}: scale is {scale}; it must not be negative. For a factor of either sign "
@@ -247,6 +248,7 @@ class Edits(Operators):
         """
         if max_norm is max_value is None:
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
+        _check_x_first("clip_gradient", x, "max_norm", max_norm)
         backend = self._backend
         bounds = max_norm, max_value
         kinds = (
@@ -435,6 +437,15 @@ def _scaling(factor: str) -> Rule:
 
 def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
+
+
+def _check_x_first(name: str, x: Any, option: str, given: Any) -> None:
+    """Raises an error if x is a number and an option is an array with axes."""
+    if isinstance(x, (int, float)) and getattr(given, "shape", ()) != ():
+        raise GradtoolsError(
+            f"{name}: x is the number {x} and {option} is {shown(given)}; x comes first: "
+            f"{name}(x, {option})."
+        )
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import Parameter, signature
 from math import nan, prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import is_same
 
 LinearSolve = str | Callable[[Callable[[Array], Array], Array], Array]
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _SOLVERS = ("gmres", "cg", "dense")
 
 
@@ -81,6 +83,7 @@ class Implicit(Operators):
         """
         check_function("implicit_solution", F, "F", curried=False)
         check_function("implicit_solution", solve, "solve", curried=False)
+        _check_order(F, solve)
         if not callable(linear_solve) and linear_solve not in _SOLVERS:
             raise GradtoolsError(
                 f"implicit_solution: linear_solve is {linear_solve!r}; expected 'gmres', 'cg', "
@@ -90,6 +93,21 @@ class Implicit(Operators):
         call = partial(self._backend.compiler.uncompiled, solution.at)
         doc = "Solution of an equation, found by {}, as a differentiable function."
         return like_function("implicit_solution(", solve, call, ")", doc)
+
+
+def _check_order(F: Any, solve: Any) -> None:
+    """Raises an error if F has too few parameters for z and the arguments that solve requires."""
+    try:
+        of_F, of_solve = ([*signature(f).parameters.values()] for f in (F, solve))
+    except (TypeError, ValueError):  # a builtin may lack a signature
+        return
+    required = [p for p in of_solve if p.default is p.empty and p.kind not in _VARIABLE]
+    if len(of_F) <= len(required) and not any(p.kind in _VARIABLE for p in of_F):
+        taken = [", ".join(p.name for p in ps) for ps in (of_F, of_solve)]
+        raise GradtoolsError(
+            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F takes z "
+            "and the arguments of solve. F comes first: implicit_solution(F, solve)."
+        )
 
 
 @dataclass(frozen=True)

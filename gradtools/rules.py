@@ -209,8 +209,8 @@ class JvpRule(Rule):
 
 
 USE_REVERSE_MODE = (
-    "Use reverse mode: grad, vjp, jacobian with mode='reverse' or hvp with "
-    "mode='reverse_over_reverse'."
+    "Use reverse mode: grad, vjp, jacobian with mode='reverse' or, instead of jvp of grad, hvp "
+    "with mode='reverse_over_reverse'."
 )
 
 

@@ -331,6 +331,12 @@ class Call:
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix
+        derivative, parenthesis, _ = str(getattr(self.f, "__name__", "")).partition("(")
+        if parenthesis and derivative in ("grad", "value_and_grad", "jacobian", "hessian"):
+            fix = (
+                f"f is itself a derivative, the result of {derivative}; for the second derivatives "
+                "of a real scalar function use hessian(function), otherwise jacobian(f)"
+            )
         fix = "Is a return statement missing?" if output is None else f"{fix}."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"

@@ -95,6 +95,11 @@ class Outputs:
         path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""
         there = -len(shape) <= axis < len(shape)
         has = f"length {shape[axis]} on axis {axis}" if there else f"shape {tuple(shape)}"
+        if not there and axis not in (0, -1):
+            raise GradtoolsError(
+                f"chunked: f's output{path} has {has}, so it has no axis {axis}, which out_axes "
+                "names. out_axes is the axis of f's output with one entry per example."
+            )
         if not there or (shape.pop(axis) != size and self.cut.count != 1):
             raise GradtoolsError(
                 f"chunked: f's output{path} has {has} for {size} examples; an output "

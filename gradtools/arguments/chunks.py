@@ -48,9 +48,12 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
         return None
     if isinstance(verify, (bool, np.bool_)):
         return bool(verify)
+    fix = ""
+    if hasattr(verify, "shape") and caller == "checkpoint":
+        fix = " checkpoint returns a function, which takes f's arguments: checkpoint(f)(x)."
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
-        "pass), True (in every pass) or False (never)."
+        f"pass), True (in every pass) or False (never).{fix}"
     )
 
 

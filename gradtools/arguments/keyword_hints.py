@@ -6,7 +6,7 @@ Error messages suggest the keywords of gradtools; docs/coming-from.md contains t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from inspect import Signature, signature
 from typing import Any
@@ -52,10 +52,15 @@ _HINTS: dict[str, str | dict[str, str]] = {
 }
 
 
-def passed_on(error: Exception) -> str:
-    """Returns a suggested replacement if `error` reports an unknown keyword of f; otherwise ""."""
+def passed_on(error: Exception, options: Sequence[str] = ()) -> str:
+    """Returns a suggested replacement if `error` reports an unknown keyword of f; otherwise "".
+
+    options: The keywords of the operator.
+    """
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
     hint = _HINTS.get(unknown[1]) if unknown else None
+    if unknown and (near := get_close_matches(unknown[1], options, 1)):
+        hint = f"write {near[0]}="
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
 
 

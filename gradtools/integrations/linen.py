@@ -12,7 +12,11 @@ from typing import Any
 
 import jax
 from flax import linen
-from flax.errors import InvalidRngError
+from flax.errors import (
+    ApplyScopeInvalidVariablesTypeError,
+    InvalidRngError,
+    ScopeCollectionNotFound,
+)
 
 import gradtools.jax as gt
 from gradtools.errors import GradtoolsError
@@ -80,4 +84,11 @@ def apply(
         if call["rngs"] is not None:
             advice = f"name the stream in make_functional's rng_names, which are {rng_names}"
         raise no_key(error, advice) from error
+    except (ScopeCollectionNotFound, ApplyScopeInvalidVariablesTypeError) as error:
+        if not params:
+            error.add_note(
+                "make_functional: variables has no collection 'params'; pass the whole result of "
+                "module.init(key, *args)."
+            )
+        raise
     return out, {**state, **updates}

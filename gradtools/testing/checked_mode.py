@@ -37,9 +37,10 @@ import numpy as np
 from gradtools.arguments.calls import Call
 from gradtools.arguments.chunks import ChunkFunction
 from gradtools.backend import FrameworkBackend, Recomputation
+from gradtools.boundary import user_facing
 from gradtools.code_origin import Source, definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
-from gradtools.errors import DerivativeError
+from gradtools.errors import DerivativeError, GradtoolsError
 from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
@@ -451,8 +452,8 @@ def _replace_members() -> None:
     _undo.callback(FrameworkBackend.on_creation.clear)
 
 
-@contextmanager
-def checked(seed: int = 0) -> Iterator[CheckedReport]:
+@user_facing
+def checked(seed: int = 0) -> AbstractContextManager[CheckedReport]:
     """Context manager that compares gradtools' derivatives with finite differences.
 
     Derivatives are compared with central differences of f's values, for a random tangent and a
@@ -475,12 +476,14 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     Args:
         seed: The seed of the random directions.
 
-    Yields:
-        A `CheckedReport` with the numbers of compared and skipped derivatives, and notes.
+    Returns:
+        A context manager that returns a `CheckedReport`, with the numbers of compared and skipped
+        derivatives, and notes.
 
     Raises:
         DerivativeError: A derivative is inconsistent with f's values. The error names the operator,
             the argument, the source lines, both values and, if possible, the operation.
+        GradtoolsError: seed is a function.
 
     Example:
         >>> from gradtools.testing import checked
@@ -491,6 +494,15 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
 
     Source: Griewank and Walther, Evaluating derivatives, 2008, section 3.1 (the dot-product test).
     """
+    if callable(seed):
+        raise GradtoolsError(
+            "checked: seed is a function; write `with checked():` around the call."
+        )
+    return _checking(seed)
+
+
+@contextmanager
+def _checking(seed: int) -> Iterator[CheckedReport]:
     with _lock:
         _open[0] += 1
         if _open[0] == 1:

@@ -68,9 +68,10 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
-        "running statistics in training mode), which torch.func's transforms reject. Put "
-        "the module in evaluation mode, call make_functional on it, or pass chunk_size=1 (a plain "
-        "loop) to per_example_grad or jacobian."
+        "running statistics in training mode), or its own example, which torch.func's transforms "
+        "reject. Put the module in evaluation mode, call make_functional on it, or pass "
+        "chunk_size=1 (a plain loop) to per_example_grad or jacobian; clone an example before "
+        "you write into it (row.clone())."
     ),
     "leaf Variable that requires grad is being used in an in-place|being modified inplace": (
         "f writes in place into an argument that is differentiated, into a view of it, or into "

@@ -12,13 +12,14 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.testing import check_derivatives, check_rule, cross_check
+from gradtools.testing import check_derivatives, check_rule, checked, cross_check
 from tests.support.numpy_trees import lift
 
 # A call takes the gradtools namespace and a function that converts NumPy arrays.
@@ -102,6 +103,13 @@ def rule_of_tuples(gt: Any, a: Any) -> Any:
     return gt.jvp(rule, (a(V),), (a(V),))
 
 
+def rule_of_swapped_arguments(gt: Any, a: Any) -> Any:
+    """Differentiate a rule whose bwd takes the cotangent first."""
+    rule = gt.custom_rule(lambda x, y: x * y)
+    rule.defvjp(lambda x, y: (x * y, (x, y)), lambda c, saved: (c * saved[1], c * saved[0]))
+    return gt.grad(lambda x: gt.xp.sum(rule(x, x)))(a(V))
+
+
 def rule_of_a_method(gt: Any, a: Any) -> Any:
     """Differentiate a module whose method is a custom rule."""
     from torch import nn
@@ -153,6 +161,12 @@ def linen() -> Any:
     return pytest.importorskip("flax.linen").Dense(2)
 
 
+def params_alone(gt: Any, a: Any) -> Any:
+    """Apply a linen module whose variables are its parameters without the collection."""
+    apply, params, state = gt.make_functional(linen(), variables={"kernel": a(V)})
+    return apply(params, state, a(ROWS))
+
+
 def pulled(gt: Any, a: Any, fwd: Any, bwd: Any) -> Any:
     rule = gt.custom_rule(lambda x: x)
     rule.defvjp(fwd, bwd)
@@ -175,6 +189,13 @@ def target(gt: Any, a: Any) -> Any:
     """Return an array into which gradients can be accumulated."""
     x = a(V)
     return x.requires_grad_() if hasattr(x, "requires_grad_") else x
+
+
+class Transformation(NamedTuple):
+    """A pair of functions, as in optax."""
+
+    init: Any
+    update: Any
 
 
 def layer(gt: Any) -> Any:
@@ -207,6 +228,8 @@ BAD: dict[str, Call] = {
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
     # --- return values of f
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
+    "grad of a Jacobian": lambda gt, a: gt.grad(gt.jacobian(lambda x: x * x))(a(V)),
+    "hessian of a gradient": lambda gt, a: gt.hessian(gt.grad(total(gt)))(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
     "grad of an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(a(V)),
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
@@ -231,6 +254,9 @@ BAD: dict[str, Call] = {
     "a solution of another shape": lambda gt, a: gt.implicit_solution(
         lambda z, a: z[0], lambda a: a
     )(a(V)),
+    "a solution, solve first": lambda gt, a: gt.implicit_solution(
+        lambda a: a**0.5, lambda z, a: z * z - a
+    ),
     "a solution that is not a zero of F": lambda gt, a: gt.implicit_solution(
         lambda z, a: z * z - a, lambda a: a
     )(a(V) + 3),
@@ -286,6 +312,7 @@ BAD: dict[str, Call] = {
     "checkpoint, an unknown value of verify": lambda gt, a: gt.checkpoint(
         total(gt), verify="always"
     ),
+    "checkpoint, the arguments beside f": lambda gt, a: gt.checkpoint(total(gt), a(V)),
     "an array in place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked, an array as chunk size": lambda gt, a: gt.chunked(total(gt), a(V)),
@@ -363,6 +390,9 @@ BAD: dict[str, Call] = {
     "chunked, an output without a batch axis": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
         a(V)
     ),
+    "chunked, out_axes beyond the output": lambda gt, a: gt.chunked(
+        lambda x: x.sum(1), 2, out_axes=1
+    )(a(ROWS)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an array and an object returned": lambda gt, a: gt.chunked(
@@ -402,8 +432,16 @@ BAD: dict[str, Call] = {
     "a complex scale": lambda gt, a: gt.scale_gradient(a(V), 1j),
     "a scale of another shape": lambda gt, a: gt.reverse_gradient({"x": a(V)}, a(np.ones(3))),
     "a scale that is a string": lambda gt, a: gt.scale_gradient(a(V), "half"),
+<<<<<<< HEAD
     "clip_gradient without a bound": lambda gt, a: gt.clip_gradient(a(V)),
     "clip_gradient with a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
+=======
+    "scale_gradient, the scale first": lambda gt, a: gt.scale_gradient(0.1, a(V)),
+    "reverse_gradient, the scale first": lambda gt, a: gt.reverse_gradient(0.5, a(V)),
+    "clip_gradient, the bound first": lambda gt, a: gt.clip_gradient(1.0, a(V)),
+    "clip_gradient by nothing": lambda gt, a: gt.clip_gradient(a(V)),
+    "clip_gradient by a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
+>>>>>>> w-testa
     "clip_gradient by a negative NumPy number": lambda gt, a: gt.clip_gradient(
         a(V), max_norm=np.float32(-1)
     ),
@@ -468,7 +506,14 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
+<<<<<<< HEAD
     "an adjoint that raises a shape error": lambda gt, a: noted(
+=======
+    "a bwd of the cotangent and the residuals": lambda gt, a: noted(
+        lambda: rule_of_swapped_arguments(gt, a)
+    ),
+    "an adjoint of a wrong shape that raises": lambda gt, a: noted(
+>>>>>>> w-testa
         lambda: adjoint(gt, a, lambda y: ROWS @ y)
     ),
     "an adjoint that returns a wrong shape": lambda gt, a: adjoint(gt, a, lambda y: y),
@@ -528,10 +573,16 @@ BAD: dict[str, Call] = {
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
+<<<<<<< HEAD
     "all_gather without axis_name or group": lambda gt, a: gt.all_gather(a(V)),
     "all_gather with the other framework's argument": lambda gt, a: gt.all_gather(
         a(V), **other_gather(gt)
     ),
+=======
+    "make_functional of a linen module's params": lambda gt, a: noted(lambda: params_alone(gt, a)),
+    "gather without anything": lambda gt, a: gt.all_gather(a(V)),
+    "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
+>>>>>>> w-testa
     # --- checks
     "check_derivatives of a function that raises": lambda gt, a: noted(
         lambda: check_derivatives(raising, (V,), gt)
@@ -545,6 +596,10 @@ BAD: dict[str, Call] = {
     "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
+    "check_rule of a rule of the other framework": lambda gt, a: check_rule(
+        ruled(gt, lambda x: x), (V,), {"torch": "jax", "jax": "torch"}[gt.__name__[10:]]
+    ),
+    "checked of a function": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error": lambda gt, a: gt.why_zero(raising, a(V)),
     "why_zero of a function that returns None": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
@@ -602,6 +657,7 @@ BAD: dict[str, Call] = {
     "a branch on a value of one chunk": lambda gt, a: noted(
         lambda: gt.microbatched_value_and_grad(branching, 1)(a(V), a(ROWS))
     ),
+<<<<<<< HEAD
     "in_axes with a name that f lacks": lambda gt, a: gt.per_example_grad(
         mean, in_axes={"data": 0}
     )(a(V), a(ROWS)),
@@ -609,6 +665,18 @@ BAD: dict[str, Call] = {
         lambda w, x: x @ w, 2
     )(a(V), a(ROWS)),
     "a microbatch with a string as aux": lambda gt, a: gt.microbatched_value_and_grad(
+=======
+    "an example that f changes in place": lambda gt, a: gt.per_example_grad(
+        lambda w, row: row.mul_(w).sum()
+    )(a(V), a(ROWS.copy())),
+    "in_axes by a name that f lacks": lambda gt, a: gt.per_example_grad(mean, in_axes={"data": 0})(
+        a(V), a(ROWS)
+    ),
+    "a microbatch of losses": lambda gt, a: gt.microbatched_value_and_grad(lambda w, x: x @ w, 2)(
+        a(V), a(ROWS)
+    ),
+    "a microbatch with a text as aux": lambda gt, a: gt.microbatched_value_and_grad(
+>>>>>>> w-testa
         lambda w, x: (mean(w, x), "text"), 2, has_aux=True
     )(a(V), a(ROWS)),
     "minimax, the players given by name": lambda gt, a: gt.minimax_value_and_grad(
@@ -671,6 +739,13 @@ BAD: dict[str, Call] = {
     "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
     "gradient_graph without arguments": lambda gt, a: gt.gradient_graph(total(gt)),
     "why_zero of a gradient": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
+    "why_zero, a misspelt option": lambda gt, a: gt.why_zero(total(gt), a(V), optimiser=3),
+    "why_zero, the optimizer as an argument": lambda gt, a: gt.why_zero(
+        layer(gt), SimpleNamespace(param_groups=[])
+    ),
+    "why_zero, a pair of functions as optimizer": lambda gt, a: gt.why_zero(
+        total(gt), a(V), optimizer=Transformation(len, len)
+    ),
     "why_zero, a list of arrays as optimizer": lambda gt, a: gt.why_zero(
         total(gt), a(V), optimizer=[a(V)]
     ),
@@ -688,6 +763,10 @@ ONLY = {
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
     "a rule that is a method of a module": "torch",
+    "an example that f changes in place": "torch",
+    "make_functional of a linen module's params": "jax",
+    "why_zero, the optimizer as an argument": "torch",
+    "why_zero, a pair of functions as optimizer": "torch",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

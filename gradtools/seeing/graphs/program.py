@@ -129,10 +129,14 @@ class LeafProgram:
         except GradtoolsError:
             raise
         except Exception as error:
+            options = ("argnums", "model", "optimizer") if self.caller == "why_zero" else ()
+            optimizer = ""
+            if options and any(hasattr(x, "param_groups") for x, _ in self.statics):
+                optimizer = " Pass the optimizer as optimizer=."
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
                 f"{self.caller}: f{how} raised {what}. f must run at the given arguments."
-                + passed_on(error)
+                + (passed_on(error, options) or optimizer)
             ) from error
 
     @property

@@ -49,7 +49,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
 
 def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     passes = None
-    with recording_run("a run", run, leaves) as undo:
+    with recording_run("why_zero: a run", run, leaves) as undo:
         seen = ConnectionRecorder(undo).observe(run, leaves, names)
         if seen.refusal is not None:
             return Recording(seen.graph(), seen.refusal[1])
@@ -171,7 +171,7 @@ def _changes(
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break
-        again = recording_run("a run", run, leaves)
+        again = recording_run("why_zero: a run", run, leaves)
         with redirect_stdout(StringIO()), again as undo:  # the first run already printed the output
             other = ConnectionRecorder(undo, which, partial(_other, size=size))
             try:

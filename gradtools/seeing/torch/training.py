@@ -100,7 +100,7 @@ def _is_computed(x: Tensor, listed: set[int]) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    several = list(optimizer) if type(optimizer) in (list, tuple) else [optimizer]
     groups = []
     for one in several:
         if not hasattr(one, "param_groups"):

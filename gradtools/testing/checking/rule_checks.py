@@ -25,7 +25,7 @@ from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context
-from gradtools.testing.flat import Arrays, Probe, described, first_line, naming
+from gradtools.testing.flat import Arrays, Probe, backend_name, described, first_line, naming
 from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
@@ -114,6 +114,12 @@ class RuleCheck(DerivativeCheck):
                 f"{CALLER}: got a {type(rule).__name__}, which is not a rule with derivatives; "
                 "expected a gt.custom_rule after .defvjp(fwd, bwd) or .defjvp(rule). For "
                 "a plain function use check_derivatives."
+            )
+        own_backend, name = rule._backend.name, backend_name(CALLER, backend)
+        if own_backend != name:
+            raise GradtoolsError(
+                f"{CALLER}: the rule was made with gradtools.{own_backend}, but backend is "
+                f"{name!r}; pass {own_backend!r}."
             )
         self.rule, self.args, self.backend, self.seed = rule, args, backend, seed
         own = {"forward": rule.jvp and "jvp", "reverse": rule.bwd and "bwd"}

@@ -133,7 +133,6 @@ def _unpickled(args: Sequence[Any], keywords: dict[str, Any], known: dict[str, A
 
 def trimmed(error: Exception) -> Exception:
     """Removes gradtools' own frames from the traceback of an error and of its causes."""
-    _note_arguments_of_bwd(error)
     if os.environ.get(FULL, "0") in ("", "0"):
         for each, hidden in hidden_frames(error):
             entries, result = list(_entries(each)), None
@@ -142,22 +141,6 @@ def trimmed(error: Exception) -> Exception:
                     result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
             each.__traceback__ = result
     return error
-
-
-def _note_arguments_of_bwd(error: Exception) -> None:
-    """Adds a note on the order of the arguments to an error of a custom rule's bwd."""
-    frames = [entry.tb_frame for entry in _entries(error)][::-1]  # innermost first
-    own = next((i for i, frame in enumerate(frames) if whose_frame(frame) == USER), len(frames))
-    if not isinstance(error, (TypeError, IndexError, AttributeError)) or own + 1 >= len(frames):
-        return
-    caller = frames[own + 1]
-    names = caller.f_locals
-    rule: Any = names.get("self", names.get("specialized"))  # a `Specialization`
-    if is_our_frame(caller) and caller.f_code.co_name == "cotangent" and hasattr(rule, "bwd"):
-        statics = "".join(f"{name}, " for name in rule.of._binding.statics)
-        note = f"{rule.contract.name}: bwd is called as bwd({statics}residuals, cotangent)."
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
 
 
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:

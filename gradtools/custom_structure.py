@@ -19,6 +19,8 @@ from gradtools.rules import ARRAY, Entries, Linearized, avals_of, lengths_of, re
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
 
+ARGUMENT_ERRORS = (TypeError, IndexError, AttributeError)  # raised by a bwd with swapped arguments
+
 
 @dataclass(eq=False)
 class Specialization:
@@ -177,8 +179,12 @@ class Specialization:
         out_def = self.outs[avals_of(xs)]
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            ct = backend.unflatten(out_def, list(cts))
-            return self.cotangents(self.bwd(kept.restored(backend, saved), ct), like)
+            residuals, ct = kept.restored(backend, saved), backend.unflatten(out_def, list(cts))
+            try:
+                return self.cotangents(self.bwd(residuals, ct), like)
+            except ARGUMENT_ERRORS as error:
+                self.note_arguments(error)
+                raise
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.tangent(saved[len(kept.places) :], dxs)
@@ -193,6 +199,13 @@ class Specialization:
             return maps
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
+
+    def note_arguments(self, error: Exception) -> None:
+        """Adds the order of bwd's arguments to an error that bwd raised."""
+        if not getattr(error, "__notes__", ()):
+            statics = "".join(f"{name}, " for name in self.of._binding.statics)
+            called = f"bwd is called as bwd({statics}residuals, cotangent)."
+            error.add_note(f"{self.contract.name}: {called}")
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
         """Returns fwd's arguments; with symbolic zeros, each array is wrapped in a `Primal`."""

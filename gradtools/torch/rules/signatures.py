@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gradtools.custom_structure import Specialization
+from gradtools.custom_structure import ARGUMENT_ERRORS, Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import remember, type_key
 from gradtools.rules import ARRAY, closed_over_error
@@ -156,7 +156,11 @@ class Signature:
         expected = [(*key, x is not None) for key, x in zip(self.key, likes, strict=True)]
 
         def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Any:
-            cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
+            try:
+                cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
+            except ARGUMENT_ERRORS as error:
+                specialized.note_arguments(error)
+                raise
             if is_flat and type(cotangents) is tuple and len(cotangents) == len(avals):
                 for g, (shape, dtype, _) in zip(cotangents, avals, strict=True):
                     if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:

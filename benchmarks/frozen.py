@@ -4,7 +4,7 @@ The loss is g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is computed. G
 a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages; for JAX,
 bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
-layers take some milliseconds; frozen_sizes.py times smaller networks.
+layers take several milliseconds; frozen_sizes.py measures smaller networks.
 
 Each pair of framework and model is one job. The jobs run in two processes; --jobs=N sets another
 number. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run

@@ -1,4 +1,4 @@
-"""The rows of steps.py in JAX."""
+"""Defines the JAX programs that steps.py measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of steps.py in PyTorch."""
+"""Defines the PyTorch programs that steps.py measures."""
 
 from __future__ import annotations
 

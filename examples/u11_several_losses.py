@@ -50,7 +50,7 @@ def show(gt, backend):
         print(f"  {len(chunk)} sentences, {letters} letters")
     right, wrong = (difference(flat(gt, a.mean()), flat(gt, full)) for a in (weighted, equal))
     claim(
-        f"with weights by letters, the error of the chunks' gradient is {right:.1e}", right < 1e-12
+        f"with chunks weighted by letters, the error of the gradient is {right:.1e}", right < 1e-12
     )
     claim(f"with equal weights, the error is {wrong:.1%}", wrong > 0.01)
 

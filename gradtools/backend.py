@@ -187,7 +187,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        The captured arrays can then be differentiated. By default, f captures no arrays.
+        The captured arrays can then be differentiated. The default returns no arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 

@@ -137,7 +137,7 @@ class Chunking(Operators):
             [56.0, 112.0, 168.0]
 
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
-        limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
+        limited setup, 2021; recomputation: Griewank and Walther, Algorithm 799: revolve, 2000.
         """
         options = ChunkOptions(checked_verify("chunked", verify), bool(progress))
         chunk_size = checked_size("chunked", f, chunk_size)

@@ -43,7 +43,7 @@ def named(path: str) -> Any:
         raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
     for part in name.split("."):
         if not hasattr(value, part):
-            raise GradtoolsError(f"{path}: {module} has no {name}.")
+            raise GradtoolsError(f"{path}: {module} has no attribute {name}.")
         value = getattr(value, part)
     return value
 

@@ -1,7 +1,7 @@
 """Utilities for jaxprs: tracing, interpretation, inner jaxprs and dead-code elimination.
 
 Only this module lists the primitives with inner jaxprs: calls, loops, branches, and functions with
-JAX's custom rules. `reachability.py` reads the data flow.
+JAX's custom rules. `reachability.py` analyzes the data flow of jaxprs.
 """
 
 from __future__ import annotations

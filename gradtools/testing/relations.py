@@ -29,7 +29,7 @@ _MOST_ENTRIES = 1 << 15
 
 
 class Relation(NamedTuple):
-    """A relation of two arrays: its name, and a sentence of evidence or advice."""
+    """A relation between two arrays: its name, and a sentence with the evidence or advice."""
 
     name: str
     sentence: str = ""

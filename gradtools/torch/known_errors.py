@@ -112,11 +112,11 @@ _ADVICE = {
     ),
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
-        'mode instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write '
-        "the operation in terms of plain operations."
+        'mode instead, with gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or '
+        "compose the operation of other operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
-        "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, or "
+        "f converts a tensor with numpy(), which stops gradients. Use PyTorch's operations, or "
         "a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
         "gt.straight_through gives it a surrogate's derivative."
     ),
@@ -126,7 +126,7 @@ _ADVICE = {
         "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
     "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
-        "f sets a gradient hook or takes a derivative by PyTorch's own functions, but runs in "
+        "f sets a gradient hook or takes a derivative with PyTorch's functions, but runs in "
         "forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
         "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
     ),

@@ -100,7 +100,7 @@ REFUSALS = [
     ("formula written:broken --shapes 3", ["f raised RuntimeError: on purpose"]),
     ("formula written:cubes --shapes 3:int64", ["gradtools formula: formula: argument 0"]),
     ("graph written:broken --shapes 3", ["raised RuntimeError: on purpose (written.py:"]),
-    ("graph written:absent --shapes 3", ["written has no absent"]),
+    ("graph written:absent --shapes 3", ["written has no attribute absent"]),
     ("graph written:loss --shapes 3", ["missing 1 required positional argument: 'x'"]),
     ("why-zero written:whole --shapes 3y", ["'3y' is not a shape"]),
     ("graph no_such_module:f", ["cannot be imported"]),

@@ -308,7 +308,7 @@ def _in_order(device: torch.device, twice: Any, a: Any) -> None:
 
 SCENARIOS: dict[str, GpuScenario] = {
     **{f"noise in {name}": GpuScenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
-    **{  # the module `frozen` has no parameters
+    **{  # `frozen(net)` has no trainable parameters
         f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },

@@ -1,8 +1,8 @@
 """Make torchvision's Python code importable with any build of PyTorch.
 
-PyPI's torchvision is compiled for PyTorch with CUDA. Without CUDA, the import of torchvision fails
-at two operators that its compiled library declares. If the library cannot be loaded, this module
-declares the operators instead. No test calls these operators.
+PyPI's torchvision is compiled for PyTorch with CUDA. Its compiled library cannot be loaded without
+CUDA, and `import torchvision` requires two operators that this library declares. If the library
+cannot be loaded, this module declares the operators. No test calls these operators.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_programs_that_disagree_give_status_1_and_the_cause(programs, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["ported:nothing", "ported:jax_loss", "--shapes", "3"], "ported has no nothing"),
+        (["ported:nothing", "ported:jax_loss", "--shapes", "3"], "ported has no attribute nothing"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is not a shape"),
         (["ported:torch_loss", "ported:jax_loss", "--args", "objects.npz"], "Object arrays"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3"], "raised by the torch program"),

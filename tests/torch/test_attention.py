@@ -1,4 +1,4 @@
-"""Every operator on every public function of PyTorch that computes attention.
+"""Tests each operator on each public function of PyTorch that computes attention.
 
 The reference is softmax(q k^T / sqrt(d) + mask) v written out in double precision.
 """

@@ -77,10 +77,10 @@ def differs(found: dict[str, Any], expected: dict[str, Any]) -> str:
     for part, tolerance in (("numbers", expected["tolerance"]), ("state", 0.0), ("process", 0.0)):
         (xs, tree), (ys, other) = tree_flatten(found[part]), tree_flatten(expected[part])
         if tree != other:
-            return f"{part}: {tree} for {other}"
+            return f"{part}: got the structure {tree}, expected {other}"
         for k, (x, y) in enumerate(zip(xs, ys, strict=True)):
             if not _close(x, y, tolerance):
-                return f"{part}, leaf {k}: {x} for {y}"
+                return f"{part}, leaf {k}: got {x}, expected {y}"
     return ""
 
 

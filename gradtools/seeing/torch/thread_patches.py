@@ -24,7 +24,7 @@ Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
 
 class _Patch:
-    """A method of a class that can be patched for single threads."""
+    """A method of a class that can be patched in individual threads."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self._holder, self._name = holder, name

@@ -109,7 +109,7 @@ class ParameterMapping:
             flax.linen's new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: A name or a shape in `torch_params` does not belong to this mapping.
+            GradtoolsError: The names or shapes in `torch_params` differ from this mapping's.
         """
         arrays = read_torch(torch_params)
         if unknown := [name for name in arrays if name not in self.source]:

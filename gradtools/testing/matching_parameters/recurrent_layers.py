@@ -35,7 +35,7 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
 
     Args:
         ours: PyTorch's parameters by leaf, each with its `name` and `shape`.
-        cell: The paths of JAX's parameters, by gate and leaf ("hf.kernel") in flax.
+        cell: Maps the gate and leaf of each JAX parameter, "hf.kernel" in flax, to its path.
     """
     rows, width = ours["weight_hh"].shape
     gates, every, pairs = rows // width, (0, rows), list[ParameterPair]()

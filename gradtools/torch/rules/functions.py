@@ -91,7 +91,7 @@ class Application:
             return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
-        """Stores the maps without arrays, and returns the outputs and extras.
+        """Stores the linear maps without their arrays, and returns the outputs and extras.
 
         before: The states of the random generators before the evaluation of a user's rule, or None
             if the rule is evaluated only once.

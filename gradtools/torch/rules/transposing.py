@@ -222,7 +222,8 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # views, since a result may be a wrapper of a level that has ended
+        with unpacked():
+            # A view of a wrapper of a functorch level that has ended is an ordinary tensor.
             return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback

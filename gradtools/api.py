@@ -1,4 +1,4 @@
-"""The table of public operators, whose modules are imported lazily.
+"""Defines the table of public operators, whose modules are imported lazily.
 
 `Api(backend)` binds the operators to a backend; the namespaces `gradtools.torch` and
 `gradtools.jax` export its methods. A module is imported when one of its operators is first

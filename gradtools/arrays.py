@@ -1,4 +1,4 @@
-"""Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
+"""Defines `asarray`, `to_numpy`, `xp`, `random_key` and `split_key`.
 
 Conversions preserve the dtype of an array. Random functions take an explicit key. The backends'
 ``arrays.py`` implement the operators and call `as_numpy` and `as_seed`.

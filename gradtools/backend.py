@@ -1,4 +1,4 @@
-"""The backend interface: abstract members for a framework, and defaults for all other members.
+"""Defines the backend interface: abstract members, and defaults for all other members.
 
 The operators are written once, on flat lists of arrays. A function that is passed to a backend,
 `fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: arrays that are
@@ -517,7 +517,7 @@ class Operators:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def __reduce__(self) -> Any:  # pickled by name, so that unpickling returns the same object
+    def __reduce__(self) -> Any:  # unpickling by name returns the same object
         return _operators_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Traceback filtering at the API boundary, and the names of functions that operators return.
+"""Filters tracebacks at the API boundary, and names the functions that operators return.
 
 Each public operator, and each function that an operator returns, is `user_facing`. gradtools' own
 frames are removed from the traceback of an error that leaves a `user_facing` function, so the

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
+"""Implements the command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
 Two tables in this module define options and commands. No framework is imported before a command
 needs it, so ``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative

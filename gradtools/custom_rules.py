@@ -272,7 +272,7 @@ class CustomRule:
         """Evaluates f; every derivative of the call uses the custom rule."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        try:  # like `user_facing`, but without an additional Python call
+        try:  # the except clause replaces `user_facing`, which would add a call
             if kwargs or self._needs_binding:
                 statics, rest = self._bound(args, kwargs)
             if self._direct is not None:

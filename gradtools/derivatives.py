@@ -1,4 +1,4 @@
-"""First-order derivative operators, written once in terms of a backend's vjp, jvp and linearize.
+"""Implements first-order derivative operators with a backend's vjp, jvp and linearize.
 
 Every operator in this module computes one of two maps. With J the Jacobian of f at x and Re<u, v>
 the inner product, these maps are

@@ -1,4 +1,4 @@
-"""Gradient edits: functions whose value is exactly their input, with a custom derivative.
+"""Defines gradient edits: functions that return their input and have a custom derivative.
 
 Each edit is a rule whose primal is the identity, y = x. The edits differ in their cotangent maps:
 

@@ -1,4 +1,4 @@
-"""Exceptions and warnings.
+"""Defines gradtools' exceptions and warnings.
 
 Every message names the function, the argument (leaf path, shape, dtype), the expected value, and
 the fix. Error texts are part of the API.

@@ -24,7 +24,7 @@ def globals_of(f: Any) -> dict[str, Any]:
 
 
 def names_in(code: CodeType | None) -> Iterator[str]:
-    """Yields the names of globals and attributes in code, including inner functions."""
+    """Yields the names of globals and attributes in a code object and its inner functions."""
     if code is None:
         return
     yield from code.co_names

@@ -1,4 +1,4 @@
-"""Types for type checkers: types of gradient functions, and of numbers that edits accept.
+"""Defines the types of gradient functions, and of numbers that edits accept, for type checkers.
 
 A gradient has the type of its argument; the gradient of a `torch.nn.Module` is a dict of tensors
 with the parameter names as keys. This module is unused at run time.

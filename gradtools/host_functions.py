@@ -1,4 +1,4 @@
-"""Host functions are kernels on NumPy arrays with custom rules.
+"""Implements `host_function`, which embeds a kernel on NumPy arrays in a framework's program.
 
 A host function is a function with a custom rule; its value is computed by a kernel. Kernels cannot
 be differentiated, so derivatives beyond the last user-written rule are derived from the symmetry of
@@ -281,7 +281,7 @@ def _maps_as_rules(
         maps = _KernelMaps(host, specialized, saves, bwd, tuple(moving), tuple(outs))
         if key is not None:
             remember(known, key, maps)
-    given = linearized.tangent  # so that the closures do not reference `linearized`
+    given = linearized.tangent  # the closures must not reference `linearized`
     rules = maps.push, maps.pull
 
     def applied(rule: Rule, saved: Entries, vs: Entries) -> list[Array]:

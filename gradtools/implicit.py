@@ -1,4 +1,4 @@
-"""Solutions of equations as differentiable functions: `implicit_solution`.
+"""Implements `implicit_solution`, which differentiates the solution of an equation.
 
 z solves F(z, p) = 0. With A = dF/dz and B = dF/dp at the solution,
 
@@ -381,4 +381,4 @@ class _Solution:
 
 
 def _root(form: _Form, x: Array, p: Any) -> Array:
-    return 1 * x  # a new array, so that residuals distinguish outputs from arguments
+    return 1 * x  # x is copied, so that residuals distinguish the output from the argument

@@ -1,4 +1,4 @@
-"""Gradients at intermediate values: `retain_gradient` and `retained_gradients`.
+"""Implements `retain_gradient` and `retained_gradients`: gradients at intermediate values.
 
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
 the gradient of g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is

@@ -328,7 +328,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # inputs are real: pulls real and imaginary parts back separately
+    if any(are_complex):  # pulls real and imaginary parts back separately, as inputs are real
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []

@@ -1,4 +1,4 @@
-"""`Rule`: a function of flat arrays with custom jvp and vjp maps, for both frameworks.
+"""Defines `Rule`, a function of flat arrays with custom jvp and vjp maps, for both frameworks.
 
 Every operation with a custom derivative is a function with a tangent and a cotangent map:
 
@@ -41,7 +41,7 @@ Jvp = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
 Matrix = Sequence[Sequence[bool]]
 
 
-KEYS = map(str, itertools.count())  # strings, since dynamo makes integers symbolic
+KEYS = map(str, itertools.count())  # keys are strings, since dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
 
 
@@ -348,7 +348,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # `written` maps one example
+        linearized = replace(linearized, written=None)  # `written` supports a single example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 

@@ -1,4 +1,4 @@
-"""The frameworks' function transforms under common names: `vmap`, `checkpoint`, `compile`."""
+"""Implements `vmap`, `checkpoint` and `compile` for both frameworks."""
 
 from __future__ import annotations
 

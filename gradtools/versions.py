@@ -1,4 +1,4 @@
-"""The framework versions that gradtools supports, checked when a backend is imported."""
+"""Defines the supported framework versions, which are checked when a backend is imported."""
 
 import os
 import re

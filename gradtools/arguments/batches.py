@@ -1,4 +1,4 @@
-"""Batches of arguments: each leaf is split on an axis, or shared by all examples."""
+"""Represents batches of arguments: each leaf is split on an axis, or shared by all examples."""
 
 from __future__ import annotations
 

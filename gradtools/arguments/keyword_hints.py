@@ -1,4 +1,4 @@
-"""Keyword arguments of other libraries, and their replacements.
+"""Maps keyword arguments of other libraries to their replacements in gradtools.
 
 Error messages suggest the keywords of gradtools; docs/coming-from.md contains the same table.
 """

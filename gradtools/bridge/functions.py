@@ -267,7 +267,7 @@ class Bridged(CustomRule):
     def _refuse_guest_arrays(self, *given: Any) -> None:
         """Raises an error if an argument that the host rejected is an array of the guest."""
         guest, leaves = self.guest, list[Any]()
-        with suppress(GradtoolsError):  # raised for an array of the host
+        with suppress(GradtoolsError):  # `flatten` rejects arrays of the host
             leaves = guest.backend.flatten(given)[0]
         x = next(filter(guest.backend.is_array, leaves), None)
         if x is not None:

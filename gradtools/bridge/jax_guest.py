@@ -1,4 +1,4 @@
-"""JAX as a guest: runs JAX functions in a PyTorch program.
+"""Runs JAX functions in a PyTorch program, with JAX as the guest framework.
 
 `jax.jit` compiles the function and its derivatives. A call blocks until the results are ready,
 because PyTorch owns the memory of the arguments and may write to it after the call.

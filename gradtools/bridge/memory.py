@@ -41,13 +41,13 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     t = t.detach().resolve_conj().resolve_neg()
-    if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
+    if upstream.is_zero(t):  # PyTorch's derivatives contain zero tensors without memory
         t = t.clone()
     if 0 in t.stride():  # JAX rejects broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
         return jnp.from_dlpack(t)
-    except jax.errors.JaxRuntimeError:  # not a permutation of a contiguous tensor
+    except jax.errors.JaxRuntimeError:  # raised unless t is a permuted contiguous tensor
         return jnp.from_dlpack(t.contiguous())
 
 

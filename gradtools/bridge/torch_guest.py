@@ -1,4 +1,4 @@
-"""PyTorch as a guest: runs PyTorch functions in a JAX program.
+"""Runs PyTorch functions in a JAX program, with PyTorch as the guest framework.
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
 The first call receives copies of all arguments. Later calls receive copies of the arguments that

@@ -1,4 +1,4 @@
-"""Integrations with other libraries; each module is imported when a program uses its library."""
+"""Supports other libraries; each module is imported when a program uses its library."""
 
 from importlib import import_module
 from sys import modules

@@ -1,4 +1,4 @@
-"""equinox: the layer GradientReversal, transformed modules, and modules as pure functions.
+"""Supports equinox: the layer GradientReversal, transformed modules, and pure functions.
 
 The layer is the identity in the forward pass and multiplies the cotangent by -scale in the backward
 pass (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize

@@ -1,4 +1,4 @@
-"""flax.linen integration: the layer GradientReversal, and modules as pure functions.
+"""Supports flax.linen: the layer GradientReversal, and conversion of modules to pure functions.
 
 The layer is the identity in the forward pass and multiplies the cotangent by -scale in the backward
 pass (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495). The layers before GradientReversal maximize

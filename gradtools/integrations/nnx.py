@@ -1,4 +1,4 @@
-"""flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
+"""Supports flax.nnx: the layer GradientReversal, pure functions, and modules in loops and rules.
 
 A flax.nnx module mutates itself when it is called: dropout counts its draws, and batch
 normalization updates its statistics. flax forbids such mutations inside of a trace to which the

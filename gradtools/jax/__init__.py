@@ -1,4 +1,4 @@
-"""gradtools for JAX: `import gradtools.jax as gt`."""
+"""Exports gradtools' operators for JAX: `import gradtools.jax as gt`."""
 
 import typing as _typing
 from importlib import import_module as _import_module

@@ -1,4 +1,4 @@
-"""The undocumented names of JAX that gradtools uses, and the reasons for their use.
+"""Lists the undocumented names of JAX that gradtools uses, and the reasons for their use.
 
 Other modules import the names below from this module. Private names of `jax._src` are imported for
 the classes of a jaxpr, the current trace, linearization rules, and one cache. The classes are
@@ -219,8 +219,8 @@ def called_by_jax(depth: int) -> bool:
 def is_activation_rule(eqn: Any) -> bool:
     """Returns whether a comparison is part of the derivative of an activation function of jax.nn.
 
-    The second derivative of relu is zero, and its jaxpr contains only this comparison; no attribute
-    distinguishes the comparison from a comparison in the user's code.
+    The second derivative of relu is zero, and the jaxpr of the derivative contains only this
+    comparison; no attribute distinguishes the comparison from a comparison in the user's code.
     Benefit: `why_zero` correctly reports a zero derivative. Cost: under jit, where JAX records
     no stack, `why_zero` reports a stopped gradient.
     """

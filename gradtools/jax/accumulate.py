@@ -1,4 +1,4 @@
-"""Gradient accumulation in JAX, without side effects: each operator returns a new buffer.
+"""Accumulates gradients in JAX without side effects: each operator returns a new buffer.
 
 The buffer is a pytree that the user passes from step to step, like the state of an optimizer, so
 the operators run under jit and need no lock. `gradtools.accumulate` documents the public names.

@@ -1,4 +1,4 @@
-"""Conversions of arrays, random keys, and the array-API namespace in JAX.
+"""Implements array conversions, random keys and the array-API namespace in JAX.
 
 Conversions from NumPy preserve the dtype or raise an error. Without x64, JAX would silently convert
 float64 to float32 and drop the high bits of seeds. Random keys are JAX's typed PRNG keys.

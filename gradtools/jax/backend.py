@@ -1,4 +1,4 @@
-"""The JAX backend, an implementation of `gradtools.backend.Backend`."""
+"""Defines the JAX backend, an implementation of `gradtools.backend.Backend`."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Gradient reversal as a layer for ``equinox`` models."""
+"""Exports the layer `GradientReversal` for ``equinox`` models."""
 
 from gradtools.integrations.equinox import GradientReversal as GradientReversal

@@ -1,4 +1,4 @@
-"""Collectives in JAX along a named axis: `all_gather`, and sums over ranks."""
+"""Implements collectives in JAX along a named axis: `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 

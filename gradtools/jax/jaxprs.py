@@ -1,4 +1,4 @@
-"""Utilities for jaxprs: tracing, interpretation, inner jaxprs and dead-code elimination.
+"""Traces and interprets jaxprs, finds their inner jaxprs, and eliminates dead code.
 
 Only this module lists the primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` analyzes the data flow of jaxprs.
@@ -99,7 +99,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored so that ids stay unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # references keep ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:

@@ -1,4 +1,4 @@
-"""Linear solvers for `implicit_solution`: the solvers of `jax.scipy`, and a dense solver."""
+"""Defines the linear solvers for `implicit_solution` by functions of JAX."""
 
 from __future__ import annotations
 

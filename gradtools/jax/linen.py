@@ -1,3 +1,3 @@
-"""Gradient reversal as a layer for ``flax.linen`` models."""
+"""Exports the layer `GradientReversal` for ``flax.linen`` models."""
 
 from gradtools.integrations.linen import GradientReversal as GradientReversal

@@ -1,3 +1,3 @@
-"""Gradient reversal as a layer for ``flax.nnx`` models."""
+"""Exports the layer `GradientReversal` for ``flax.nnx`` models."""
 
 from gradtools.integrations.nnx import GradientReversal as GradientReversal

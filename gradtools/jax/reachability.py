@@ -119,7 +119,7 @@ class Flow:
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # stored, so that ids remain unique
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # references keep ids unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """Returns, for each output of a jaxpr, the mask of the inputs that flow to it."""

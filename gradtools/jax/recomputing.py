@@ -57,7 +57,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
     out_def: list[Any] = []
 
-    def fresh(*xs: Any) -> Any:  # a new function, because JAX caches traces by function
+    def fresh(*xs: Any) -> Any:  # JAX caches traces by function, so `fresh` is a new function
         args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
         outs, structure = trees.flatten(f(*args, **kwargs))
         out_def[:] = [structure]

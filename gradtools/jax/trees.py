@@ -1,4 +1,4 @@
-"""Functions of pytrees and dtypes in JAX, which implement the backend interface.
+"""Implements the functions of the backend interface on pytrees and dtypes in JAX.
 
 Like the pullback of `jax.vjp`, a pullback is a pytree whose leaves are residuals, so it can be
 passed to and returned from jit, scan and custom rules.

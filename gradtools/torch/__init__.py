@@ -1,4 +1,4 @@
-"""gradtools for PyTorch: `import gradtools.torch as gt`."""
+"""Exports gradtools' operators for PyTorch: `import gradtools.torch as gt`."""
 
 import typing as _typing
 from importlib import import_module as _import_module

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that gradtools uses, and the reasons for their use.
+"""Lists the private names of PyTorch that gradtools uses, and the reasons for their use.
 
 `tests/house/test_upstream.py` checks that other modules import private names only from this module.
 `tests/torch/test_upstream.py` tests the names that the tests of the operators do not cover. All

@@ -268,7 +268,7 @@ def _are_apart(xs: Sequence[torch.Tensor]) -> bool:
     """Returns whether no two of these contiguous tensors overlap in memory."""
     try:
         spans = sorted([(x.data_ptr(), x.nbytes) for x in xs])
-    except (NotImplementedError, RuntimeError):  # wrapped or fake tensors
+    except (NotImplementedError, RuntimeError):  # raised for wrapped or fake tensors
         return False
     return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 

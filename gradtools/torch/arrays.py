@@ -1,4 +1,4 @@
-"""Conversions of arrays, random keys, and the array-API namespace in PyTorch.
+"""Implements array conversions, random keys and the array-API namespace in PyTorch.
 
 Conversions from NumPy preserve the dtype or raise an error. A key is an int64 tensor of two words.
 Child i of the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is

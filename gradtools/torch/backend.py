@@ -1,4 +1,4 @@
-"""The PyTorch backend, an implementation of `gradtools.backend.Backend`."""
+"""Defines the PyTorch backend, an implementation of `gradtools.backend.Backend`."""
 
 from __future__ import annotations
 

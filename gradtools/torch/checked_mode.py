@@ -185,7 +185,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # not called by f's own forward code
+        if here.own or func in _BACKWARD:  # func is not part of f's own forward code
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:
@@ -209,7 +209,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         outs = _tensors(y)
         if self.recorded is None:
             self._measure([t for t in outs if t.requires_grad])
-            if name.endswith("hook"):  # a hook can use each value before it
+            if name.endswith("hook"):  # a hook may use any earlier value
                 self._recompute_later(range(len(self.values)))
             if stops := self._stops_of(given):
                 if not torch.is_grad_enabled():  # inside of an autograd.Function

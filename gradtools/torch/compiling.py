@@ -83,7 +83,7 @@ def left_to_python(module: str) -> None:
 
 @_with_dynamo
 def _substitute() -> None:
-    """Makes dynamo trace nothing of `trimmed` and `like_function`, which only change metadata."""
+    """Makes dynamo skip `trimmed` and `like_function`, which only change metadata."""
 
     @torch.compiler.substitute_in_graph(trimmed)
     def unchanged(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Fast path for edits of one tensor in plain eager mode: attaches the node directly."""
+"""Implements edits of one tensor in plain eager mode, which attach the node directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differentiation engines for PyTorch, chosen by the context of the call.
+"""Implements differentiation in PyTorch; the context of a call determines the engine.
 
     eager code                       `torch.autograd.grad`, at aliases of the arguments
     torch.func and compiled code     `torch.func`, which supports nesting and tracing

@@ -1,4 +1,4 @@
-"""Thread-local function modes that choose the kernels for second derivatives.
+"""Defines thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
 mode or takes a second derivative, attention uses plain operations. (The context manager

@@ -1,4 +1,4 @@
-"""Collectives over the processes of a group: a differentiable `all_gather`, and sums over ranks."""
+"""Implements collectives in PyTorch: a differentiable `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host kernels in PyTorch: one custom operator looks up each kernel by its key.
+"""Implements host kernels in PyTorch by one custom operator, which looks up a kernel by its key.
 
 A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
 operator has an implementation for fake tensors and a vmap rule. The derivative is defined by the
@@ -80,9 +80,9 @@ class KernelCalls:
                 if keeps:  # copied: the kernel may store the array, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
-                    array = array.view()  # a view that cannot be made writable again
+                    array = array.view()  # a view cannot be made writable again
                 arrays.append(array)
-        except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
+        except (RuntimeError, TypeError):  # raised if NumPy cannot read a tensor
             return NotImplemented
         if not self.alike:
             call, expected = self._known(args, arrays)

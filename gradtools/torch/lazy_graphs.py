@@ -1,4 +1,4 @@
-"""Lazy graphs: the graph of a derivative with respect to a module is built in a backward pass.
+"""Builds the graph of a derivative with respect to a module in a backward pass (a lazy graph).
 
     results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 

@@ -1,4 +1,4 @@
-"""Linear solvers for `implicit_solution`: conjugate gradients, GMRES, and a dense solver.
+"""Implements conjugate gradients, GMRES and a dense solver for `implicit_solution`.
 
 Conjugate gradients and GMRES stop if the relative residual is below a tolerance. Under vmap the
 value of the residual cannot be read, so both solvers run the maximum number of iterations.

@@ -50,7 +50,7 @@ def jvps(
                 if k:
                     state.restore()
                 rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
-    except NoForwardMode:  # forward mode is already active, or G uses autograd's engine
+    except NoForwardMode:  # forward mode is already active, or fun uses autograd's engine
         state.restore()
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:

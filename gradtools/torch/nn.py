@@ -1,4 +1,4 @@
-"""Gradient reversal as a layer, for ``torch.nn`` models.
+"""Defines the layer `GradientReversal` for ``torch.nn`` models.
 
 The forward pass is the identity; the backward pass multiplies by -scale. Layers before
 `GradientReversal` ascend the loss that layers after `GradientReversal` descend (Ganin and

@@ -1,4 +1,4 @@
-"""Thread-local marks that identify gradtools' internal operations in recordings.
+"""Defines thread-local marks that identify gradtools' internal operations in recordings.
 
 A recording of a user's program also contains internal operations of gradtools. The functions of
 this module mark a `detach` as an internal operation, with a reason. The class attribute

@@ -172,7 +172,7 @@ class Program:
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # this frees the graph, including leaves that f created
+        del ys, y, sources  # frees the graph and the leaves that f created
         self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
@@ -486,7 +486,7 @@ class _Node(torch.autograd.Function):
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         if not {*map(type, xs)} <= PLAIN:
-            modes = upstream.EnableTorchFunction()  # disabled in backward() of a subclass
+            modes = upstream.EnableTorchFunction()  # `backward` of a subclass disables modes
         with marked(ctx.program.caller), modes:
             if batchings():
                 grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)

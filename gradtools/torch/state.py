@@ -1,8 +1,8 @@
-"""The state that a recomputation restores: random streams, autocast, and buffers of modules.
+"""Stores the state that a recomputation restores: random streams, autocast, module buffers.
 
 Once per call, `Held` finds the modules and tensors in a function's closure, and the function itself
 if it is a module. `RunState` is a snapshot of the state. Snapshots share copies of buffers that
-have not changed. State of other kinds is not restored.
+have not changed. Other state is not restored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The modules that operators return.
+"""Defines the modules that operators return.
 
 For example, `chunked(module)` is a module with the state of the original module.
 """

@@ -1,1 +1,1 @@
-"""Rules in JAX: installation, transposition and checks."""
+"""Implements rules in JAX: installation, transposition and checks."""

@@ -86,7 +86,7 @@ def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
 
     def step(_: int, eqn: Any, xs: list[Any]) -> Sequence[Any]:
         """Evaluates an equation outside of the mesh in which it was traced."""
-        if eqn.primitive.name in ("pvary", "pcast"):  # identities inserted by `shard_map`
+        if eqn.primitive.name in ("pvary", "pcast"):  # `shard_map` inserts these identities
             return xs
         out = bind_again(eqn, xs)
         return out if eqn.primitive.multiple_results else [out]

@@ -1,1 +1,1 @@
-"""Rules in PyTorch: installation, transposition and checks."""
+"""Implements rules in PyTorch: installation, transposition and checks."""

@@ -1,4 +1,4 @@
-"""The `torch.autograd.Function` of a rule, which supports reverse mode, forward mode and vmap.
+"""Defines the `torch.autograd.Function` of a rule, for reverse mode, forward mode and vmap.
 
 Double backward differentiates the code of the cotangent map, so rules have derivatives of any
 order. PyTorch disables forward mode while a `jvp` staticmethod runs, so nested forward mode
@@ -55,7 +55,7 @@ class Application:
 
     Attributes:
         rule: The rule.
-        linearized: The linear maps of the rule at this evaluation, without arrays.
+        linearized: The linear maps of the rule at this evaluation, without their arrays.
         count: The number of outputs, not counting the extras, which follow the outputs.
         pull: The function that computes the backward pass, and can be differentiated.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the

@@ -6,8 +6,8 @@ differentiated, and arrays that are only passed through.
 
 A backend implements the abstract members: operations on arrays and pytrees, the vjp of a function,
 and functions with custom pullbacks. The other members have defaults in terms of the abstract
-members, or raise an error that names the operator. PyTorch's and JAX's backends override many of
-them with functions of the framework. `docs/adding_a_backend.md` explains how to add a backend.
+members, or raise an error that names the operator. PyTorch's and JAX's backends override many
+defaults with functions of the framework. `docs/adding_a_backend.md` explains how to add a backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts cotangents if
 its framework uses another convention.

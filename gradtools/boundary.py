@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Returns `call` with f's name, signature and docstring; it can be pickled if f can be pickled.
+    """Returns `call` with f's name, signature and docstring; the result is picklable if f is.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """

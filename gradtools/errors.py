@@ -54,7 +54,7 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """Issued if the output may not depend on a differentiated argument."""
+    """Issued if a differentiated argument may be disconnected from the output."""
 
 
 class MissingRuleError(GradtoolsError):

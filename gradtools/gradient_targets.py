@@ -75,7 +75,7 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
             for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
                 yield from pairs(below, grad, path + (f".{fields[i]}" if fields else f"[{i}]"))
         elif [id(x) for x in trees.flatten(numbered)[0]] == [id(numbered)]:
-            # a registered dataclass, which `unflatten` rebuilds with indices as leaves
+            # `unflatten` has rebuilt a registered dataclass with indices as leaves
             if type(grads) is not type(numbered):
                 refuse(f"a {type(numbered).__name__}, as in the target")
             for name, below in vars(numbered).items():

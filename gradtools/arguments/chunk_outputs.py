@@ -170,7 +170,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
         pairs = zip(axes, out, strict=True)
         return [a for one, part in pairs for a in _axes_of(backend, one, part)]
     if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
-        keys = out  # in the order of the leaves
+        keys = out  # keys in the order of the leaves
         if type(out) is dict:
             keys = backend.flatten({key: key for key in out})[0]
         return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]

@@ -19,7 +19,7 @@ def _signature(fun: Any) -> inspect.Signature | None:
         return None
     try:
         signature = inspect.signature(fun)
-        if isinstance(fun, partial):  # drop the parameters that the partial fixes by keyword
+        if isinstance(fun, partial):  # drops the parameters that the partial fixes by keyword
             free = [p for p in signature.parameters.values() if p.name not in fun.keywords]
             return signature.replace(parameters=free)
         return signature

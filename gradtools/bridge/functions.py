@@ -325,9 +325,9 @@ class FlatBridged(Foreign):
         return structure, [places[id(x)] for x in leaves]
 
     def _in_host(self, tree: Any) -> tuple[list[Any], Any]:
-        """Flattens an output; dicts and tuples of classes that only the guest knows become plain.
+        """Flattens an output; converts dicts and tuples that only the guest flattens to plain ones.
 
-        A model's output, such as a ModelOutput of transformers, then is a pytree of the host.
+        For example, the host flattens a ModelOutput of transformers as a plain dict.
         """
         while True:
             leaves, structure = self.host.flatten(tree)

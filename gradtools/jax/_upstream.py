@@ -35,7 +35,7 @@ from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
 
-ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class since JAX 0.12
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # JAX 0.12 merged the two classes
 
 
 DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
@@ -225,7 +225,7 @@ def is_activation_rule(eqn: Any) -> bool:
     no stack, `why_zero` reports a stopped gradient.
     """
     frames = stack_of(eqn)
-    of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines activations
+    of_activations = os.path.join("nn", "functions.py")  # this file defines activations
     inside = (
         f.function_name
         for f in frames

@@ -20,7 +20,7 @@ from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.gathering import check_axis, sum_over_ranks, tracked_axes
 from gradtools.jax.module_arguments import part_of
-from gradtools.jax.shardings import varies as varies  # used by the accumulator
+from gradtools.jax.shardings import varies as varies  # the accumulator calls `varies`
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:

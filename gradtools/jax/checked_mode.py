@@ -2,8 +2,8 @@
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
 later runs. Values that are computed only from stopped values are evaluated twice, with the recorded
-results and with new results, because a custom rule with such an operand can give the derivative for
-a recomputed operand. Edits other than `straight_through` are evaluated as identities. A name scope
+results and with new results, because a custom rule may treat such an operand as fixed or as
+recomputed. Edits other than `straight_through` are evaluated as identities. A name scope
 marks the `stop_gradient` equations of gradtools itself.
 """
 
@@ -168,7 +168,7 @@ class HeldProgram(CheckedProgram):
 
         The rule of `custom_linear_solve` differentiates the matrix and never the solver, for
         example its LU factors. The solver's operands are therefore recomputed if the matrix is
-        differentiated. Other rules may treat a stopped operand in either way.
+        differentiated. Other rules may treat a stopped operand as fixed or recomputed.
         """
         if e.primitive.name == "custom_linear_solve":
             return any(map(_is_differentiable, args[: e.params["const_lengths"].matvec]))

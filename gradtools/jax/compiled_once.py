@@ -31,7 +31,7 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
 
 _SMALL = 64  # maximum size of an array in a key
-_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but not functions
+_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable objects, not functions
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:

@@ -59,7 +59,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if known is None:
             evaluation.checked = False
             return list(grads)
-        # this search also finds derivatives inside of cached jits
+        # the search also finds derivatives inside of cached jits
         evaluation.nested = is_in_scope(jaxprs.equations(known[0].jaxpr), DERIVATIVE_SCOPE)
         pairs = zip(grads, _reached(known, len(outs)), strict=True)
         return [g if connected else None for g, connected in pairs]

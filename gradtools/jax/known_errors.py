@@ -41,12 +41,12 @@ def refused_number(error: BaseException) -> str:
     return conversion if conversion in ("float", "int", "complex") else ""
 
 
-CALLS_JAX = "no_execution config option"  # raised by `jax.no_execution`
+CALLS_JAX = "no_execution config option"  # text of an error of `jax.no_execution`
 NO_VALUES = (
     "f is traced, so its arrays have no values. Instead of a Python if use jnp.where or "
     "jax.lax.cond, and instead of NumPy use jnp."
 )
-NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
+NEEDS_KEY = "key"  # text in errors of equinox modules that draw random numbers
 
 _HOST = (
     "f calls a function outside of JAX, for which JAX has no derivative. Make the function "
@@ -57,7 +57,7 @@ _FORWARD_ONLY = (
     "operation in gt.custom_rule and define a reverse rule, or use forward mode: gt.jvp."
 )
 _ADVICE = {
-    "allbacks do not support": _HOST,  # pure, io and buffer callbacks
+    "allbacks do not support": _HOST,  # raised for pure, io and buffer callbacks
     "The FFI call to": _HOST,
     "Linearization failed to produce known values": _FORWARD_ONLY,
     "Reverse-mode differentiation does not work for lax.while_loop": (

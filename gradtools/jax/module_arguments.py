@@ -150,7 +150,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # store the treedef, and the constant part of each leaf
+        for i in argnums:  # stores the treedef, and the constant part of each leaf
             leaves, treedef = flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -214,7 +214,7 @@ class Opened:
             return out
         self.changed, self._forms, self._effects = [], [], []
         for path, now in nnx.to_flat_state(nnx.state(tuple(copies), nnx.Not(self._moving))):
-            if path not in self._known:  # a new variable, such as a flax Intermediate
+            if path not in self._known:  # f added a variable, such as a flax Intermediate
                 continue
             leaves, form = jax.tree.flatten(now)
             before = jax.tree.leaves(self._known[path])

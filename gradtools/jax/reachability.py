@@ -10,7 +10,7 @@ this module analyzes the data flow of the jaxpr (a forward may-analysis)::
 Sets of inputs are bit masks with one bit per input; each sub-jaxpr is analyzed once. The *raw* flow
 is the same analysis without cuts and with control dependence.
 
-`seeing/jax/graphs.py` builds the graph in which `why_zero` finds lost gradients.
+`seeing/jax/graphs.py` builds the graph in which `why_zero` finds the cause of a zero gradient.
 """
 
 from collections.abc import Iterator, Sequence

@@ -148,7 +148,7 @@ class Captured(Replaced):
         # The wrappers that torch.func passes to `autograd.grad` must not be replaced.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
-        if fun.__name__ == "__get__":  # a property such as shape or T
+        if fun.__name__ == "__get__":  # fun reads a property such as shape or T
             result = fun(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result

@@ -185,12 +185,12 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # func is not part of f's own forward code
+        if here.own or func in _BACKWARD:  # func differentiates, or gradtools called func
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:
             if self.function or not (self.off or torch.is_grad_enabled()):
-                self.function = args[0]  # inside of an autograd.Function
+                self.function = args[0]  # f calls an autograd.Function
             else:
                 self.off = not args[0]
             return func(*args, **kwargs)
@@ -212,7 +212,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             if name.endswith("hook"):  # a hook may use any earlier value
                 self._recompute_later(range(len(self.values)))
             if stops := self._stops_of(given):
-                if not torch.is_grad_enabled():  # inside of an autograd.Function
+                if not torch.is_grad_enabled():  # f calls an autograd.Function
                     self.given_to_rule(given)
                 self.stopped |= {id(t): (t, stops) for t in outs if not t.requires_grad}
                 if name in _LEAVING:

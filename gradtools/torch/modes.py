@@ -39,8 +39,8 @@ def batchings() -> int:
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """Exits the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` under `torch.vmap`.
 
-    The graph of a `torch.autograd.Function` that is applied to tensors of the legacy vmap is lost
-    when the level ends. The graph of results of `torch.vmap` is not lost.
+    When the legacy vmap ends, PyTorch drops the graph of a `torch.autograd.Function` that was
+    applied to batched tensors. PyTorch keeps the graph of results of `torch.vmap`.
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]

@@ -121,7 +121,7 @@ def make_functional(
     shapes = {name: p.shape for name, p in params.items()}
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
-    private = copied(all_params, buffers).root  # used by torch.compile only
+    private = copied(all_params, buffers).root  # only torch.compile uses this copy
     names = shapes, state_shapes, tuple(frozen)
     return partial(apply, copied, private, names, originals), params, state
 

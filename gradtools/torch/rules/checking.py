@@ -5,7 +5,7 @@ the states of random generators are restored afterwards. During compilation, ten
 so the map is evaluated at fixed numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
-captured tensor would be silently lost. Closures are searched before each call. If the search misses
+captured tensor would silently be zero. Closures are searched before each call. If the search misses
 a captured tensor, an output of the rule at detached arguments requires grad, and this also raises
 an error.
 """

@@ -199,7 +199,7 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 
 # --- hacks that a maintainer of JAX would reject --------------------------------------------
 #
-# Two other modules contain one hack each:
+# Two other modules contain one workaround each:
 # - `known_errors` matches the texts of JAX's errors, which have no types of their own. Benefit:
 #   errors contain advice. Cost: if JAX changes a text, the error contains no advice.
 # - `code_origin` reads the instruction that raised an error; see torch/_upstream.py.

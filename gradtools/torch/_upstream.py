@@ -306,7 +306,7 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# PyTorch has no public interface for the operations below. Each hack is confined to one module:
+# PyTorch has no public interface for the operations below. Each workaround is in one module:
 #
 # - `known_errors` matches error messages, since PyTorch's errors have no types.
 # - `code_origin` inspects the instruction that raised an error, to distinguish a user's `raise`
@@ -316,6 +316,6 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 #   importing dynamo takes seconds.
 # - `host` registers one operator, since compiled programs contain no Python objects.
 # - `state` reads the memory of Python's and NumPy's random generators, since copying their states
-#   takes longer than a small layer.
+#   takes longer than evaluating a small layer.
 # - `lazy_graphs` removes the hooks of leaves during a second evaluation, so that each hook runs
 #   once.

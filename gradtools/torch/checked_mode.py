@@ -84,7 +84,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             self.hooks[f"A parameter has a hook ({definition_of(hook)})."] = None
         self.start = RunState.now(Held(roots, {x.device.type for x in leaves}))
         self.known = dict[int, Tensor]()
-        self.stopped = dict[int, tuple[Tensor, frozenset[int]]]()  # with indices of `values`
+        self.stopped = dict[int, tuple[Tensor, frozenset[int]]]()  # tensors and indices of `values`
         self.in_rules = frozenset[int]()  # indices of `values` that a custom rule or a hook uses
         self.captured = list[Tensor]()
         self._measure(leaves)

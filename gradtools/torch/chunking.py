@@ -114,7 +114,7 @@ def verifies(options: ChunkOptions, program: Program) -> bool:
 
 
 class Chunk:
-    """Evaluates f at one chunk.
+    """Evaluates f on one chunk.
 
     The method `run` is a function of xs, the tensors among the arguments.
 

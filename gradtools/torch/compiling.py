@@ -27,10 +27,10 @@ from gradtools.torch.functorch_wrappers import unwrapped
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-_TO_REGISTER: list[Callable[[], Any]] = []  # to be called once dynamo is loaded
+_TO_REGISTER: list[Callable[[], Any]] = []  # functions to call once dynamo is loaded
 
 
-def is_compiling() -> bool:  # dynamo may fold an alias of PyTorch's function to False
+def is_compiling() -> bool:  # dynamo may replace an alias of PyTorch's function by False
     """Returns whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 

@@ -1,4 +1,4 @@
-"""Implements edits of one tensor in plain eager mode, which attach the node directly."""
+"""Attaches the autograd nodes of edits directly, for a single tensor in plain eager mode."""
 
 from __future__ import annotations
 

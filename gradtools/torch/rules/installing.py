@@ -112,7 +112,7 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
     `torch.export` cannot represent a rule: PyTorch inlines the forward pass of a Function, so the
     custom gradient silently becomes the gradient of the inlined operations or, in strict mode, is
-    lost.
+    dropped.
     """
     ys = rule.primal(*[x.detach() for x in xs])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):

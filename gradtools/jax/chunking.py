@@ -149,7 +149,7 @@ class _ChunkProgram:
         return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to its dtypes after one step; a scan must not change them."""
+        """Promotes a carry to the dtypes that one step returns; a scan must not change dtypes."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 

@@ -52,7 +52,7 @@ def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
 
     The same object is returned for equal jaxprs.
     """
-    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # a jaxpr of JAX 0.12 references its arrays
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # drops the arrays of a JAX 0.12 jaxpr
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
     except TypeError:  # a parameter is not comparable or not hashable

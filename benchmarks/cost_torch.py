@@ -1,4 +1,4 @@
-"""The operators in PyTorch, with equivalent hand-written code and other packages.
+"""Defines the PyTorch operators that cost.py measures, with equivalent code of other packages.
 
 The functions of a case compute the same results. The first function uses gradtools, and the second
 is hand-written.

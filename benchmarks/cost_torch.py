@@ -1,4 +1,4 @@
-"""Defines the PyTorch operators that cost.py measures, with equivalent code of other packages.
+"""Defines the PyTorch functions that cost.py measures: operators, and equivalent other code.
 
 The functions of a case compute the same results. The first function uses gradtools, and the second
 is hand-written.

@@ -419,7 +419,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's function and compares the derivatives that this function computes."""
+    """Calls the user's function, in which a `checked` context compares derivatives."""
     if here.report is None:
         return run(self, *args, **kwargs)
     with set_here(own=False), self.backend.checked.half.scope(False):

@@ -100,7 +100,7 @@ class Causes:
     # --- operations
 
     def is_vague(self, c: Comparison) -> bool:
-        """Returns whether the cause is unknown or is an unnamed factor, which may be accidental.
+        """Returns whether the cause is unknown or an unexplained factor, which may be accidental.
 
         Any two numbers differ by a factor, so a scalar's factor counts only if another result has
         the same factor.

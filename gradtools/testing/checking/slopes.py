@@ -86,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size, unless a full extrapolation table needs smaller steps."""
+    """Returns the smallest step size; a full extrapolation table may need smaller steps."""
     return 10 * eps**0.5

@@ -1,4 +1,4 @@
-"""Defines the JAX functions that cost.py measures: operators, and equivalent other code.
+"""Defines the JAX functions that cost.py measures: gradtools operators and equivalent code.
 
 The functions of a case compute the same results from the same arrays. The first function uses
 gradtools, and the second is hand-written. All functions are timed under `jit`, and XLA's analysis

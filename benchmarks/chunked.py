@@ -1,9 +1,9 @@
 """Compares `chunked` with other implementations of a contrastive step: work, peak bytes, time.
 
-The encoder has four transformer layers with dropout; half of the batch are queries, and the other
-half are documents. For PyTorch, bytes are the peak of live storages, including gradients; for JAX,
-bytes are the temporaries of the compiled program. Operations in loops are multiplied by the trip
-count.
+The encoder has four transformer layers with dropout; half of the batch consists of queries, and the
+other half of documents. For PyTorch, bytes are the peak of live storages, including gradients; for
+JAX, bytes are the temporaries of the compiled program. Operations in loops are multiplied by the
+trip count.
 """
 
 from __future__ import annotations

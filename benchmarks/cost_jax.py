@@ -1,4 +1,4 @@
-"""The operators in JAX, with equivalent hand-written code and other packages.
+"""Defines the JAX functions that cost.py measures: gradtools operators and equivalent code.
 
 The functions of a case compute the same results from the same arrays. The first function uses
 gradtools, and the second is hand-written. All functions are timed under `jit`, and XLA's analysis
@@ -23,7 +23,7 @@ CHUNKS = 4
 
 
 def arrays(rows: int, width: int) -> tuple[Any, ...]:
-    """Returns square matrices w and v, batches x and t with one row per example, and one row."""
+    """Returns square matrices w and v, batches x and t of `rows` examples, and one example."""
     draw = np.random.default_rng(0).standard_normal
     w, v = draw((2, width, width)) / width**0.5
     x, t = draw((2, rows, width))

@@ -1,4 +1,4 @@
-"""The operators in PyTorch, with equivalent hand-written code and other packages.
+"""Defines the PyTorch functions that cost.py measures: gradtools operators and equivalent code.
 
 The functions of a case compute the same results. The first function uses gradtools, and the second
 is hand-written.

@@ -51,7 +51,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # bounds of the rounds, time limit
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # limits of the rounds and CPU seconds
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 TIMED = USES[:3]  # with more uses, times are not measured

@@ -1,4 +1,4 @@
-"""Runs JAX's tests of custom_jvp and custom_vjp with both functions replaced by `gt.custom_rule`.
+"""Runs JAX's tests of custom_jvp and custom_vjp, both implemented by `gt.custom_rule`.
 
     python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
 
@@ -77,7 +77,7 @@ REASONS = {
     "CustomJVPTest.test_symbolic_zero_custom_jvp_vmap_doesnt_instantiate": "a zero tangent that a "
     "rule returns is passed to the next rule as an array of zeros",
 }
-"""The reason for each failure, by the name of the test."""
+"""Maps the name of each failing test to the reason for the failure."""
 
 
 # --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------

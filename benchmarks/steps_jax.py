@@ -113,7 +113,7 @@ def rules() -> Iterator[Row]:
 
 @jax.custom_vjp
 def clip_by_hand(x: Any) -> Any:
-    """The identity with a clipped cotangent; the norm may overflow."""
+    """Returns x, and clips the cotangent; the norm may overflow."""
     return x
 
 
@@ -128,7 +128,7 @@ def _kernel(x: Any) -> Any:
 
 @jax.custom_vjp
 def reverse_by_hand(x: Any) -> Any:
-    """The identity with a negated cotangent."""
+    """Returns x, and negates the cotangent."""
     return x
 
 
@@ -137,7 +137,7 @@ reverse_by_hand.defvjp(lambda x: (x, None), lambda _, ct: (-ct,))
 
 @jax.custom_vjp
 def tanh_by_hand(x: Any) -> Any:
-    """The identity with tanh applied to the cotangent."""
+    """Returns x, and applies tanh to the cotangent."""
     return x
 
 

@@ -79,7 +79,7 @@ def transformer(gt: Any) -> Callable[[Any, Any], Any]:
 
 
 def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the healthy loss, and a loss that is clipped to a constant."""
+    """Returns the unclipped loss "healthy", and the loss "dead", which is clipped to a constant."""
     model, xp = transformer(gt), gt.xp
     return {
         "healthy": lambda params, x: xp.mean(model(params, x) ** 2),

@@ -1,4 +1,4 @@
-"""Checks shared by several examples: derivatives of a custom rule, memory of a training step."""
+"""Checks the derivatives of custom rules and the memory of training steps in several examples."""
 
 import weakref
 

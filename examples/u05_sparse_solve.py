@@ -78,7 +78,7 @@ def show(gt, backend):
     rng = np.random.default_rng(0)
     at, t = rng.normal(size=(2, SIDE**2))
     results = every_derivative(gt, backend, loss, 0.3 * at, t, tolerance=1e-10)
-    both = lambda b: (temperature(b / 10, b) ** 2).mean()  # through the values and through b
+    both = lambda b: (temperature(b / 10, b) ** 2).mean()  # b also affects A's values
     results = [results, every_derivative(gt, backend, both, at, t, tolerance=1e-10)]
 
     gradient = gt.value_and_grad(loss)

@@ -1,4 +1,4 @@
-"""The commands `gradtools why-zero`, `graph` and `formula`."""
+"""Defines the commands `gradtools why-zero`, `gradtools graph` and `gradtools formula`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks for users' tests: derivatives against finite differences, and PyTorch against JAX.
+"""Defines checks for users' tests, of derivatives and of ports from PyTorch to JAX.
 
 The names of this package are imported lazily, and a framework is imported only when a check uses
 it.

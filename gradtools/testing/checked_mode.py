@@ -7,11 +7,11 @@ value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` bloc
 later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
 custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
 of a custom rule, and the rule can compute the derivative of a function in which this value varies
-(as in a linear solver with factors of a stopped matrix); a hook of f can do the same. A derivative
-is wrong only if it differs from finite differences both with these values constant and with these
-values recomputed. If a derivative is wrong,
-the derivatives of f's intermediate values are compared in the same way to locate the first
-operation with a wrong derivative.
+(as in a linear solver with factors of a stopped matrix); a hook of f can also compute such a
+derivative. A derivative is wrong only if it differs from finite differences both with stopped
+values constant and with stopped values recomputed. If a derivative is wrong, the derivatives of
+f's intermediate values are compared in the same way to locate the first operation with a wrong
+derivative.
 
 The module `central_differences` implements the comparison. The modules `checked_mode` of
 `gradtools.torch` and `gradtools.jax` run f at other points. While a `checked` context is active,
@@ -131,7 +131,7 @@ class CheckedProgram:
             first run.
         stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand,
             or f registers a hook after it stops a gradient.
-        recompute: Whether these stopped values are recomputed in later runs.
+        recompute: Whether the stopped values are recomputed in later runs.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
     """
@@ -211,8 +211,8 @@ class CheckedProgram:
     def compared(self) -> tuple[str, DerivativeComparison]:
         """Returns the verdict and the comparison in which stopped values are constant.
 
-        If this comparison differs and custom rules or hooks can use stopped values, the verdict is
-        the verdict of a second comparison, in which these values are recomputed. If f has no
+        If a derivative differs and custom rules or hooks can use stopped values, the verdict is the
+        verdict of a second comparison, in which stopped values are recomputed. If f has no
         arguments, the verdict is empty.
         """
         found = self.comparison()
@@ -226,7 +226,7 @@ class CheckedProgram:
         return verdict, found
 
     def given_to_rule(self, xs: Sequence[Any]) -> None:
-        """Called with the array arguments of a custom rule of gradtools."""
+        """Receives the array arguments of a custom rule of gradtools; does nothing by default."""
 
     def first_wrong(self) -> str:
         """Describes the first value inside of f with a wrong derivative, found by bisection."""
@@ -357,7 +357,7 @@ class _CheckedMembers:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
+        return run(*args, **kwargs) if here.program is None else None  # None means: apply the rule
 
     # --- parts that the framework itself differentiates
 
@@ -419,7 +419,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's function and compares the derivatives that this function computes."""
+    """Calls the user's function, in which a `checked` context compares derivatives."""
     if here.report is None:
         return run(self, *args, **kwargs)
     with set_here(own=False), self.backend.checked.half.scope(False):

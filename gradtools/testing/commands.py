@@ -1,4 +1,4 @@
-"""The commands `gradtools checked` and `gradtools cross-check`."""
+"""Defines the commands `gradtools checked` and `gradtools cross-check`."""
 
 from __future__ import annotations
 

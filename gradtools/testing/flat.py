@@ -1,4 +1,4 @@
-"""`FlatFunction`: a program of one framework, with values and derivatives as NumPy arrays.
+"""Defines `FlatFunction`, a program of one framework with values and derivatives as NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
 floating and complex outputs as a list. Derivatives of a `FlatFunction` are compositions of the

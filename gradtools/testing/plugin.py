@@ -1,4 +1,4 @@
-"""The pytest plugin: runs tests once for each backend, and compares the backends.
+"""Defines the pytest plugin, which runs tests for each backend and compares the backends.
 
 The plugin is installed with the package. The plugin provides the fixtures `gt` and `cross_check`
 and the options ``--gradtools-backend`` and ``--gradtools-checked``. A test run without these

@@ -1,4 +1,4 @@
-"""Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
+"""Defines results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
 prints a table, and an `AgreementError` contains the report. This module does

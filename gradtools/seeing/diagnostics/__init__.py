@@ -1,1 +1,1 @@
-"""Diagnostics of lost gradients: `why_zero`."""
+"""Implements `why_zero`, which reports lost gradients."""

@@ -1,4 +1,4 @@
-"""The kinds of lost gradients that `why_zero` reports, each with a reason and a fix."""
+"""Defines the kinds of lost gradients that `why_zero` reports, each with a reason and a fix."""
 
 from __future__ import annotations
 

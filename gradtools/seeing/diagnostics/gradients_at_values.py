@@ -1,6 +1,6 @@
 """Finds where a gradient becomes zero, NaN or infinite at the given values.
 
-Each framework records one forward and one backward pass as a list of steps, with the magnitude of
+Each backend records one forward and one backward pass as a list of steps, with the magnitude of
 every value (`PassesAtValues`). The analysis is the same for both frameworks:
 
 - A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at

@@ -1,4 +1,4 @@
-"""Public operator `why_zero`, which reports where gradients are lost."""
+"""Defines the public operator `why_zero`, which reports where gradients are lost."""
 
 from __future__ import annotations
 

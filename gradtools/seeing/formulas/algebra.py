@@ -1,4 +1,4 @@
-"""Constructors that simplify expressions and return a canonical form.
+"""Defines constructors that simplify expressions and return a canonical form.
 
 Transposes, broadcasts and sums over axes are represented as products of arrays, as in einsum.
 Coefficients are collected, nested products are flattened if the result is easier to read, equal

@@ -1,4 +1,4 @@
-"""Hash-consed expressions: the representation in which programs are differentiated and written.
+"""Defines hash-consed expressions, in which programs are differentiated and written.
 
 An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are the
 same object (hash consing), so common subexpressions are identical. Inputs are placeholders.

@@ -1,4 +1,4 @@
-"""Public operator `formula`, which writes derivatives as mathematics and checks them.
+"""Defines the public operator `formula`, which writes derivatives as mathematics and checks them.
 
 A backend records one run of a function f as expressions, and `Formula` transforms them to the
 adjoint program. The formula is evaluated in NumPy and compared with the framework's derivatives of
@@ -186,7 +186,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs a different program at `point`, whose formula agrees there."""
+        """Returns whether f runs a different program at `point` with a formula that agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -243,7 +243,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
     def _point(self, rng: np.random.Generator, step: float) -> Point:
-        """Draws a random point whose inputs have the relative distance `step` to the arguments."""
+        """Draws a random point; the relative distance of inputs to arguments is `step`."""
         own = len(self.program.leaves)
         inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
 

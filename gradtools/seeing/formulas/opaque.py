@@ -1,4 +1,4 @@
-"""Opaque operations, which a formula shows by name and which the framework computes.
+"""Defines opaque operations, which a formula shows by name and which the framework computes.
 
 Convolutions, Fourier transforms, loops and functions with a custom rule are opaque. The adjoint of
 an opaque operation is written as a vjp. The framework computes the operation, the vjp and the

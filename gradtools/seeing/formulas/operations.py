@@ -1,4 +1,4 @@
-"""Table of operations, each with its NumPy value, pullback and notation.
+"""Defines the table of operations, each with its NumPy value, pullback and notation.
 
 For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
 the cotangent of x is conj(f') g if g is the cotangent of y. For other functions the table gives the

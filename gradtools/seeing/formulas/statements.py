@@ -157,7 +157,7 @@ _BASES |= {"standardize": "n", "var": "v", "norm": "r"}
 
 
 def _is_plain(x: Expr) -> bool:
-    """Returns whether x is a leaf or a number, possibly transposed or conjugated."""
+    """Returns whether x is a leaf or a number, or a transpose, multiple or conjugate of one."""
     if x.op == "placeholder" or constant_of(x) is not None:
         return True
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])

@@ -1,4 +1,4 @@
-"""Vocabulary: maps framework-neutral operation names to functions that build expressions.
+"""Defines the vocabulary, which maps neutral names to functions that build expressions.
 
 The PyTorch and JAX translators convert each recorded operation to a neutral name, operands and
 attributes, which `gradient_graph` also prints (`operands.py`); `translated` looks up the name in

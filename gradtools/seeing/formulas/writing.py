@@ -335,7 +335,7 @@ class Axes:
 
 
 def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
-    """Returns, for each axis of each argument, the corresponding axis of y or None."""
+    """Returns the label of each axis of each argument: an axis of y, a summed label or None."""
     if y.op == "einsum":
         return y["labels"]
     kept, axes = iter(range(y.rank)), y.get("axes", ())

@@ -1,1 +1,1 @@
-"""Gradient graphs: data structure, recording, derivative flow, layout and text output."""
+"""Defines and analyzes gradient graphs, and arranges the operations of a graph for drawing."""

@@ -1,4 +1,4 @@
-"""Public operator `gradient_graph`, which returns a program and its gradients as a graph."""
+"""Defines the operator `gradient_graph`, which returns a program and its gradients as a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph of one run of a PyTorch or JAX program.
+"""Defines the graph of one run of a PyTorch or JAX program.
 
 A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and produces
 values; a value is an abstract array, with only a shape and a dtype. A node has a framework-neutral

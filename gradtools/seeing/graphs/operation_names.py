@@ -1,4 +1,4 @@
-"""Framework-neutral names of operations, as in `seeing/formulas/words.py`."""
+"""Maps native names of operations to the neutral names of `seeing/formulas/words.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outline of a graph: a tree of blocks and boxes with arrows, before layout.
+"""Defines the outline of a graph: a tree of blocks and boxes with arrows, before layout.
 
 A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
 collapsed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block`

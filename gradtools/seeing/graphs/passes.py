@@ -1,4 +1,4 @@
-"""Names of the inputs and outputs of the forward and backward passes.
+"""Names the inputs and outputs of the forward and backward passes.
 
 The forward pass computes the outputs y = f(x). The backward pass takes a cotangent c for each y and
 computes the gradients g = Jᴴc. The double backward pass takes a cotangent v for each g and

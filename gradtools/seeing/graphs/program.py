@@ -30,7 +30,7 @@ _WHOLE = ("gradient_graph", "formula")  # operators that require every output of
 class Framework:
     """Lazily imports the PyTorch or JAX modules that implement `gradtools.seeing`.
 
-    Both frameworks have the modules `recorded_run`, `training`, `passes` and `translating`.
+    `seeing/torch` and `seeing/jax` contain `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.

@@ -122,12 +122,12 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
-    total = lambda part: sum(map(jnp.sum, jax.tree.leaves(part)))  # a loss with these gradients
+    total = lambda part: sum(map(jnp.sum, jax.tree.leaves(part)))  # a loss whose gradients are ones
     optax, more = sys.modules.get("optax"), dict[str, Any]()
     if optax is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
         more = {"value": total(part), "grad": ones, "value_fn": total}
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part, **more)[0])
-    moved, raw = set[int](), set[int]()  # ids; raw: the update equals the gradient
+    moved, raw = set[int](), set[int]()  # `raw`: ids of arrays whose update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))

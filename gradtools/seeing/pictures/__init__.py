@@ -1,1 +1,1 @@
-"""Pictures of gradient graphs as SVG, Mermaid, Graphviz and interactive HTML."""
+"""Draws gradient graphs as SVG, Mermaid, Graphviz and interactive HTML."""

@@ -1,4 +1,4 @@
-"""Private names of PyTorch that only the recorders use, each with the reason for its use.
+"""Imports private names of PyTorch that only the recorders use, and explains their use.
 
 See `gradtools.torch._upstream` for the other names.
 """

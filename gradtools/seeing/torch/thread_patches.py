@@ -1,4 +1,4 @@
-"""Per-thread patches of calls that a TorchFunctionMode does not intercept.
+"""Patches calls that a TorchFunctionMode does not intercept, in individual threads.
 
 The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators.
 Inside of the context manager, `around(owner, beneath, args, kwargs)` replaces the patched method in

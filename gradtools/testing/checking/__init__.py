@@ -1,1 +1,1 @@
-"""Checks of derivatives: finite differences, dot-product tests, kinks, custom rules."""
+"""Checks derivatives and custom rules by finite differences and dot-product tests."""

@@ -5,7 +5,7 @@ estimated by finite differences with many step sizes. The tangents u and w and t
 random. The checks are:
 
     J u = D_u f      Re<J^H v, u> = Re<v, D_u f>    Re<v, J u> = Re<J^H v, u>     first order
-    H u = D_u J^H v, by three mixes of modes        D^2 f [u, w] = D_w J u        second order
+    H u = D_u J^H v, in three nested modes          D^2 f [u, w] = D_w J u        second order
     J (w - 16 u) = J w - 16 J u                     the same for J^H              linearity
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, evaluates to rounding

@@ -1,4 +1,4 @@
-"""Finite-difference slopes of a function of one scalar variable.
+"""Computes finite-difference slopes of a function of one scalar variable.
 
 The checks evaluate a function along the line x + t u. The slope at t = 0 is computed from central
 differences with decreasing step sizes, starting at t = 0.1, which are extrapolated to step size
@@ -86,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size, unless a full extrapolation table needs smaller steps."""
+    """Returns the smallest step size; a full extrapolation table may need smaller steps."""
     return 10 * eps**0.5

@@ -1,1 +1,1 @@
-"""`cross_check`: comparison of a program in PyTorch with the same program in JAX."""
+"""Implements `cross_check`, which compares a program in PyTorch with the same program in JAX."""

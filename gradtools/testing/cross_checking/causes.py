@@ -4,7 +4,7 @@ Each disagreement is explained by the first cause that applies:
 
 1. randomness (two runs of one side differ), or an argument that affects only one side's output;
 2. a gradient that one side stops, a kink near which both sides agree, or NaN or inf on one side;
-3. a relation of the two arrays (`relations.py`);
+3. a relation between the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
 If a value is wrong, derivatives without a known cause are reported with the cause of the value. If
@@ -100,7 +100,7 @@ class Causes:
     # --- operations
 
     def is_vague(self, c: Comparison) -> bool:
-        """Returns whether the cause is unknown or is an unnamed factor, which may be accidental.
+        """Returns whether the cause is unknown or an unexplained factor, which may be accidental.
 
         Any two numbers differ by a factor, so a scalar's factor counts only if another result has
         the same factor.
@@ -134,7 +134,7 @@ class Causes:
         return c.because(cause, f"{c.detail} {found.sentence}".strip())
 
     def _diverging(self) -> Relation | None:
-        """Returns the relation of the first operations that differ, with their source lines."""
+        """Returns the relation between the first operations that differ, with source lines."""
         try:
             kind, blame = RecordedRuns(self.check).blame()
         except Exception as error:  # for example, a program cannot be traced
@@ -230,10 +230,10 @@ class Causes:
         off = [largest(numeric - widened(x)) for x in found]
         return self.names[off[1] > off[0]] if max(off) > 10 * min(off) else None
 
-    # --- relations of the two arrays
+    # --- relations between the two arrays
 
     def _related(self, c: Comparison, a: Any, b: Any) -> Relation:
-        """Describes the relation of the two arrays, or which side is NaN or infinite."""
+        """Describes the relation between the two arrays, or which side is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
             words = "Does one side reduce, use keepdims, or broadcast (n, 1) against (n,)?"

@@ -3,7 +3,7 @@
 Both programs are evaluated at the same NumPy inputs and differentiated along the same random
 directions by gradtools' operators, so that conventions (especially for complex numbers) are equal:
 
-    f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
+    f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two nested modes
 
 `causes.py` then evaluates the programs at other points to find the cause of each disagreement.
 """

@@ -1,4 +1,4 @@
-"""Context manager in which float32 matrix products are computed in full precision.
+"""Defines a context manager in which float32 matrix products have full precision.
 
 Depending on the settings, accelerators multiply float32 matrices in TF32 or bfloat16: float32 has
 24 significand bits, TF32 has 11 and bfloat16 has 8. With reduced precision, correct float32

@@ -1,4 +1,4 @@
-"""`CrossCheck`: the values and derivatives that `cross_check` compares, in JAX's layout.
+"""Defines `CrossCheck`, which computes and compares values and derivatives in JAX's layout.
 
 A `CrossCheck` evaluates the values and derivatives of two programs at one point, compares the
 results, and distinguishes rounding errors from disagreements. `causes.py` also evaluates the
@@ -40,7 +40,7 @@ from gradtools.testing.report import (
     widened,
 )
 
-ROUNDING = 64  # rounding error, in epsilons of the largest number
+ROUNDING = 64  # the maximum rounding error, in epsilons of the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
     "The parameters of the two models differ. Copy PyTorch's parameters to JAX: mapping = "

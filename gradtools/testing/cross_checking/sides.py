@@ -1,4 +1,4 @@
-"""`Side`: a program in one framework, with values and derivatives as NumPy arrays.
+"""Defines `Side`, a program in one framework with values and derivatives as NumPy arrays.
 
 A `Side` wraps a function, a module or the triple of `make_functional`, so the code of `cross_check`
 does not depend on the framework. Both sides receive the same `Inputs`.

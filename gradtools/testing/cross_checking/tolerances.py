@@ -1,4 +1,4 @@
-"""Tolerances of comparisons: one table, by dtype and by order of derivative.
+"""Defines the tolerances of comparisons, by dtype and by order of derivative.
 
 The error of an array is relative to its own largest entry,
 

@@ -1,4 +1,4 @@
-"""`first_divergence`: the first pair of operations at which a port diverges from the original.
+"""`first_divergence` finds the first operations at which a port diverges from the original.
 
 Both programs run forward once on the same arguments, and every intermediate value is recorded. One
 backward pass from a random cotangent c follows. Equal values of both runs are paired, even if their
@@ -41,7 +41,7 @@ class Divergence(Report):
         jax: The operation in JAX at which the programs diverge.
         last_torch: The last common value from which both operations are computed, in PyTorch.
         last_jax: The last common value in JAX.
-        relation: The relation of the two values or cotangents, in a few words.
+        relation: The relation between the two values or cotangents, in a few words.
     """
 
     kind: str = "agrees"

@@ -1,4 +1,4 @@
-"""Two recorded runs, and the first pair of operations at which they diverge.
+"""Records two runs, and finds the first pair of operations at which the runs diverge.
 
 Values are compared first: the programs diverge at an operation between the common values of the
 runs and the differing outputs. The first such operations of the two runs are paired by their common
@@ -50,7 +50,7 @@ Steps = list[Step]
 
 @dataclass
 class Blame:
-    """A pair of operations that diverge, the last common value, and the relation of the results."""
+    """Two diverging operations, the last common value, and the relation between the results."""
 
     torch: Step
     jax: Step
@@ -260,7 +260,7 @@ def _is_known(s: Step) -> bool:
 
 
 def _simple(x: Step, y: Step, sizes: dict[str, int]) -> str | None:
-    """Returns a relation of two values, such as a layout, a sign or a factor, or None."""
+    """Returns a relation between two values, such as a layout, a sign or a factor, or None."""
     a, b = x.value, y.value
     is_weak = a.size > 1 and a.dtype.kind != "b" and STRONG not in (strength(a), strength(b))
     if a.size != b.size or is_weak:

@@ -1,4 +1,4 @@
-"""Recorded runs, and the values that two runs have in common.
+"""Defines recorded runs, and finds the values that two runs have in common.
 
 A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values
 count as equal if they agree after a permutation of axes or a reshape. Candidates for equal values

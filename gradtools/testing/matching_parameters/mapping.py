@@ -1,4 +1,4 @@
-"""`ParameterMapping`: the pairs of parameters of a torch.nn model and its JAX port.
+"""Defines `ParameterMapping`, the pairs of parameters of a torch.nn model and its JAX port.
 
 The linear map of each pair converts arrays, gradients and tangents from PyTorch to JAX.
 """

@@ -1,4 +1,4 @@
-"""Parameters of LSTM, GRU and RNN cells in PyTorch, flax and equinox.
+"""Pairs the parameters of LSTM, GRU and RNN cells in PyTorch, flax and equinox.
 
 PyTorch stacks the gates' rows (i, f, g, o for an LSTM; r, z, n for a GRU) and has two biases. flax
 has a kernel and perhaps a bias for each gate ("ii", "hf") or for all gates ("dense_i", "dense_h");

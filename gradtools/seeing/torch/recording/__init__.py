@@ -1,1 +1,1 @@
-"""Recorders of PyTorch runs, which undo the side effects of a run."""
+"""Records PyTorch runs, and undoes the side effects of each run."""

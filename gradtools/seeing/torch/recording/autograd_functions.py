@@ -1,4 +1,4 @@
-"""Names and marks of torch.autograd.Function classes in graphs."""
+"""Determines the names and marks of torch.autograd.Function classes in graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context managers for recorded runs, which undo the side effects of the user's function.
+"""Defines context managers for recorded runs, which undo the side effects of the user's function.
 
 Compiled code runs eagerly, and control-flow operators run as Python loops and branches.
 """

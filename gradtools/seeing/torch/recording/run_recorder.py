@@ -85,7 +85,7 @@ class RunRecorder(Recorder[int]):
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a PyTorch function and records its operations with the name of the function."""
+        """Runs a PyTorch function; stores the name of the function while the function runs."""
         self._function = name_of(fun)
         try:
             return fun(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A table of tensors and their values, with a log of in-place writes per storage.
+"""Defines a table of tensors and their values, with a log of in-place writes per storage.
 
 A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
 Each storage has a log of in-place writes, which updates the value of a tensor on its next read.

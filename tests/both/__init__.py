@@ -1,1 +1,1 @@
-"""Tests that import PyTorch and JAX in one process, to compare them or to nest one in the other."""
+"""Tests that import PyTorch and JAX in one process, to compare or to nest the frameworks."""

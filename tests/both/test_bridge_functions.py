@@ -1,4 +1,4 @@
-"""Bridged functions of the scenario table, compared with the native functions."""
+"""Compares bridged functions of the scenario table with the native functions."""
 
 from collections import OrderedDict, UserDict
 

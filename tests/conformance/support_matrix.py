@@ -1,4 +1,4 @@
-"""The support matrix of custom rules: every kind of rule in every transform, in both backends.
+"""Defines the support matrix of custom rules: rules, transforms and cells that raise errors.
 
 A cell that this module does not list works and matches the closed form of its rule. A cell that
 does not work is listed with the error that it raises. `tests/conformance/test_support_matrix.py`

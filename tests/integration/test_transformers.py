@@ -1,4 +1,4 @@
-"""transformers: models, the Trainer, per-example gradients and lost gradients of a classifier."""
+"""Tests transformers models: the Trainer, per-example gradients and lost gradients."""
 
 from __future__ import annotations
 

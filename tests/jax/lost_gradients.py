@@ -1,4 +1,4 @@
-"""JAX functions that lose gradients, with each cause's kind and line, and correct functions."""
+"""Defines JAX functions that lose gradients, with kind and line of each cause, and correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
+"""Tests ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
 
 `make tpu` and `make cuda` install the compilers and run these tests, which compile the programs of
 benchmarks/ahead_of_time.py and of every_operator.py.

@@ -1,4 +1,4 @@
-"""`chunked` in JAX, compared with a plain loop over chunks that saves all residuals."""
+"""Compares `chunked` in JAX with a plain loop over chunks that saves all residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom rules in JAX: shard_map, named axes, residuals, closed-over arrays and transposition."""
+"""Tests custom rules in JAX: shard_map, named axes, residuals, closures and transposition."""
 
 from __future__ import annotations
 

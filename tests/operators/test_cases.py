@@ -1,4 +1,4 @@
-"""Each use case in both backends, at a size for which the results can be derived by hand.
+"""Tests each use case in both backends, at a size at which results can be derived by hand.
 
 The expected values are closed forms in NumPy that do not use gradtools.
 """

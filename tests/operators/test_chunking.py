@@ -1,4 +1,4 @@
-"""`chunked` compared with the function of the whole batch, up to second order."""
+"""Compares `chunked` with the function of the whole batch, up to second order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`implicit_solution` compared with closed forms and differentiated iterations."""
+"""Compares `implicit_solution` with closed forms and differentiated iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static arguments of rules: functions that close over arrays, and their position in fwd."""
+"""Tests static arguments of rules: functions that close over arrays, and positions in fwd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad calls of every operator; `bad_inputs.txt` contains the complete error text of each call.
+"""Defines bad calls of every operator; `bad_inputs.txt` contains each complete error text.
 
 A text names the function, the wrong value (argument, leaf, shape, dtype) and the fix. `python -m
 tests.support.bad_inputs` rewrites the file, and `git diff` shows the changes.

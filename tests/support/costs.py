@@ -1,4 +1,4 @@
-"""Counts of operations and bytes of a call, for tests and benchmarks.
+"""Counts operations and bytes of a call, for tests and benchmarks.
 
 In PyTorch, `torch.utils.flop_counter` counts FLOPs of products, each element that any other
 operation computes counts as one operation, and a dispatch mode measures live storages. In JAX, the

@@ -1,4 +1,4 @@
-"""A table of small calls of every public operator, for tests of all operators.
+"""Defines small calls of every public operator, for tests of all operators.
 
 A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
 elementwise function of an array of four numbers; a test may replace it with a function that counts,

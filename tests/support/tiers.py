@@ -1,4 +1,4 @@
-"""Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
+"""Defines test tiers: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
 A test is quick unless a mark on its file (``pytestmark``) or function defines another tier:
 

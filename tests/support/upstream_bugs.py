@@ -1,4 +1,4 @@
-"""A table of operations for which derivatives in PyTorch are wrong or missing.
+"""Lists operations for which derivatives in PyTorch are wrong or missing.
 
 The bugs were found by sweeps over OpInfo, PyTorch's own table of operators (`tests/sweeps`).
 `docs/upstream-bugs.md` is generated from this table. A test runs each example and fails when

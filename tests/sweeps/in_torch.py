@@ -1,4 +1,4 @@
-"""The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
+"""Runs the sweep over PyTorch's tables of operators and modules with every operator.
 
 Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
 a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the largest

@@ -1,4 +1,4 @@
-"""The sweep over all differentiable operations of PyTorch, and tests that it detects errors.
+"""Tests all differentiable operations of PyTorch, and that the sweep detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
 tables. Each entry of `op_db` is tested with one third of gradtools' quick operators, which rotates

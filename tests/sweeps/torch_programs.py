@@ -1,4 +1,4 @@
-"""The programs of the PyTorch sweep: samples from PyTorch's own databases as pure functions.
+"""Makes pure functions from the samples in PyTorch's own databases, for the PyTorch sweep.
 
 `torch.testing._internal` contains the databases: `op_db` (operators), `custom_op_db`
 (`torch.library.custom_op`), `autograd_function_db` (`torch.autograd.Function`) and `module_db`

@@ -1,4 +1,4 @@
-"""Wrong derivatives that `checked` must report with operator, argument, line and cause.
+"""Tests that `checked` reports wrong derivatives with operator, argument, line and cause.
 
 The faults come from public programs: autograd.Functions and rules with a wrong derivative, hooks,
 data that leaves the framework, and wrong formulas of PyTorch. The first tables contain programs for

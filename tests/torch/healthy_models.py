@@ -1,4 +1,4 @@
-"""Losses of PyTorch modules for which why_zero reports nothing, and losses with planted bugs.
+"""Defines losses of PyTorch modules without lost gradients, and losses with planted bugs.
 
 A healthy function returns a closure that computes the loss, and the model. An entry for a planted
 bug contains a loss term of the logits, the expected kinds of findings, and a flag that is True if

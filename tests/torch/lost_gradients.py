@@ -1,4 +1,4 @@
-"""PyTorch functions that lose gradients, with the kind of each cause, and correct functions."""
+"""Defines PyTorch functions that lose gradients, with the kind of each cause, and correct ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
+"""Tests faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
 
 from __future__ import annotations
 

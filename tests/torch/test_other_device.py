@@ -1,4 +1,4 @@
-"""Every operator on a simulated device other than the CPU, which `other_device.py` provides."""
+"""Tests every operator on a simulated device, which `other_device.py` provides."""
 
 from __future__ import annotations
 

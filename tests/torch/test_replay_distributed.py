@@ -1,4 +1,4 @@
-"""FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
+"""Tests FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
 
 The reference is the same wrapper around the plain loop over chunks. The results of a program must
 be right, or gradtools must raise its own error in every process.

@@ -1,4 +1,4 @@
-"""Requirements on custom rules in PyTorch, compared with the documented autograd.Function.
+"""Compares custom rules in PyTorch with the documented autograd.Function.
 
 A program calls an autograd.Function as in PyTorch's documentation, or a `custom_rule` with the same
 formulas. The Function computes the expected result. Programs for which custom_rule deliberately

@@ -1,4 +1,4 @@
-"""A torch.nn.Module as an argument of operators, compared with plain loops and `backward`."""
+"""Compares operators on a torch.nn.Module with plain loops and `backward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training losses in PyTorch with planted bugs, for `tests/torch/test_lost_in_training.py`.
+"""Defines PyTorch training losses with planted bugs, for tests/torch/test_lost_in_training.py.
 
 Each entry creates a `Loop` with a model, an optimizer and a loss. The expected findings are checked
 without gradtools: plain optimizer steps determine which parameters do not change.

@@ -212,7 +212,7 @@ def _(gt):
 @mistake("wrong only in a batch", "batch", "argument 0")
 def _(gt):
     def scaled(x, c):
-        return 2 * x * c / max(1, x.ndim)  # right for a single example, wrong under vmap
+        return 2 * x * c / max(1, x.ndim)  # This derivative is wrong under vmap.
 
     square = gt.host_function(lambda x: x**2, vectorized=True)
     back = gt.host_function(scaled, vectorized=True)

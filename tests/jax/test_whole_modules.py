@@ -210,7 +210,7 @@ def gradient(kind, m):
 
 
 def with_gradient(f, kind, m):
-    wanted = gradient(kind, m)  # computed first, because f may change the module
+    wanted = gradient(kind, m)  # The reference is first, because f may change m.
     return f(kind, m), wanted
 
 

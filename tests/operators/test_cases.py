@@ -188,7 +188,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
 
 def test_u4_the_obvious_two_steps_are_refused_by_name(gt, yzu):
     y, z, _ = map(gt.asarray, yzu)
-    G = lambda z: gt.stop_gradient(gt.xp.exp(z.sum(-1)))  # computed without a graph
+    G = lambda z: gt.stop_gradient(gt.xp.exp(z.sum(-1)))  # no gradient propagates through G
     with pytest.raises(gradtools.DisconnectedInputError, match="argument 0 does not reach"):
         gt.grad(lambda z: f(y, G(z)))(z)
 

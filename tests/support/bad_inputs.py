@@ -149,7 +149,7 @@ def other_shapes() -> Any:
     jax = pytest.importorskip("jax")
     port = linen()
     variables = port.init(jax.random.key(0), jax.numpy.ones((1, 3)))
-    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # draws no random numbers
+    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # skip_init draws no random numbers
     return cross_check(torch=layer, jax=(port, variables), args=(np.ones((4, 3)),))
 
 

@@ -26,7 +26,7 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-# number of input entries; larger samples are used only if there is no smaller sample
+# Samples with more input entries are used only if there is no smaller sample.
 _FEW = 600
 _MANY = 20_000
 _LARGE = 1e3  # Samples with larger inputs or gradients are selected last.

@@ -91,7 +91,7 @@ for _place in ("attribute", "buffer", "list", "dict"):
 
         def _make(place=_place, detaches=_detaches):
             model = Stateful(place, detaches)
-            model(X)  # a previous forward pass
+            model(X)  # This forward pass stores a state.
             return model
 
         classifier(f"a state in a {_place}{', detached' * _detaches}", _make)

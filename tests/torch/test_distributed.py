@@ -22,7 +22,7 @@ from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
-SECONDS = 100  # on a busy machine four processes start in forty seconds
+SECONDS = 100  # On a busy machine, four processes need forty seconds to start.
 WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
 ROWS = 5  # rows of the batch in each process
 CHECKS: dict[str, Callable[[int, int], Any]] = {}

@@ -1,6 +1,7 @@
 """Tests third derivatives of normalizations, from which PyTorch omits a term.
 
-The issues are torch#175754 and torch#186256. The reference is the same normalization, computed by plain operations.
+The issues are torch#175754 and torch#186256. The reference is the same normalization, computed by
+plain operations.
 """
 
 import pytest

@@ -192,7 +192,7 @@ def plain_list():
 @planted({"scale": "unregistered"})
 def scaled_parameter():
     model = Net()
-    # the result of an operation, which is not a parameter
+    # The product is the result of an operation, not a parameter.
     model.scale = nn.Parameter(torch.ones(3)) * 0.1
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 

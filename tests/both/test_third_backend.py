@@ -2,7 +2,7 @@
 
 `hips_backend.py` implements the abstract members and a function with a custom pullback; everything
 else comes from the defaults in `gradtools/backend.py`. The PyTorch backend computes the expected
-values by the same test functions.
+values with the same test functions.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def number(gt, x):
 
 
 class Counter:
-    """Count the evaluations of a function at run time, in JAX by a callback."""
+    """Count the evaluations of a function at run time, in JAX with a callback."""
 
     def __init__(self, backend_name):
         self.calls, self.jax = 0, backend_name == "jax"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 GRADIENT = "gradient"
 GRADIENT_AGAIN = "derivative of the gradient"  # Derivatives by reverse over reverse mode.
-THIRD = "third derivative"  # Reverse mode.
+THIRD = "third derivative"  # Derivatives by reverse mode, applied three times.
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
-TANGENT = "tangent"  # Forward mode.
+TANGENT = "tangent"  # Derivatives by forward mode.
 # Derivatives by reverse or forward mode over forward mode.
 TANGENT_AGAIN = "derivative of the tangent"
 TANGENT_OF_GRADIENT = "tangent of the gradient"  # Derivatives by forward over reverse mode.

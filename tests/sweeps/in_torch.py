@@ -242,7 +242,7 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """Return f with a rule by gradtools' jvp; torch.func.jvp fails inside of dual levels."""
+    """Return f with a rule that calls gradtools' jvp; torch.func.jvp fails in dual levels."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule

@@ -1,1 +1,1 @@
-"""Tests that import PyTorch and JAX in one process, to compare or to nest the frameworks."""
+"""Contains tests that import PyTorch and JAX in one process, to compare or nest the frameworks."""

@@ -108,7 +108,7 @@ def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
 @pytest.mark.parametrize("solver", ["gmres", "cg"])
 @pytest.mark.slow_at(("jax", "gmres"))
 def test_the_solvers_are_mapped(gt, backend_name, rng, solver):
-    """The solver must not branch on values, which vmap does not support."""
+    """The solver must not branch on values, because vmap does not support such branches."""
     root = gt.implicit_solution(lambda z, a: z**3 + z - a, lambda a: _cubic(gt, a), solver)
     a = gt.asarray(rng.normal(size=(2, 3)))
     found = fast(gt, backend_name, gt.vmap(gt.grad(lambda a: root(a).sum())))(a)

@@ -47,7 +47,7 @@ def as_method(gt):
             lambda kept, ct: (None, 2 * kept[0].k * gt.xp.cos(kept[1]) * ct),
         )
 
-    Scaled(7.0).f(gt.asarray(X))  # a call of the same rule on another object
+    Scaled(7.0).f(gt.asarray(X))  # This calls the rule of another object.
     return Scaled(3.0).f
 
 

@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """Return the gradient and the Hessian times the arguments by forward and by reverse mode."""
+    """Return the gradient, and the Hessian times the arguments in forward and in reverse mode."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(

@@ -377,7 +377,7 @@ def test_u10_straight_through_has_the_surrogates_gradient_and_reaches_the_target
     for _ in range(200):
         _, grad = loss(gt.asarray(image))
         image = image - 20 * gt.to_numpy(grad)
-    assert abs(np.mean(image > 0.5) - TARGET) < 0.01  # within two pixels
+    assert abs(np.mean(image > 0.5) - TARGET) < 0.01  # The error is at most two pixels.
 
 
 # --- U11: several losses and unequal chunks -----------------------------------------------

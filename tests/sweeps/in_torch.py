@@ -319,7 +319,7 @@ def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[
         try:
             point = Point(program)
             finite = all(x.isfinite().all() for x in (*point.y, *point.cotangent()))
-        except Exception as error:  # an error of PyTorch
+        except Exception as error:  # PyTorch itself may raise an error.
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
@@ -338,7 +338,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
             # gradtools also uses the math kernel, because other kernels have no second derivatives
             with sdpa_kernel(SDPBackend.MATH):
                 expected[name] = getattr(point, name)()
-        except Exception as error:  # an error of PyTorch
+        except Exception as error:  # PyTorch itself may raise an error.
             reasons[name] = str(error)[:100]
     try:
         found = way.run(point)

@@ -187,7 +187,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
             continue
         try:
             result += _of_sample(entry, number, sample, dtype)
-        except Exception as error:  # an error of the framework
+        except Exception as error:  # PyTorch itself may raise an error.
             why = f"{type(error).__name__}: {error}"[:160]
         if sum(good and size <= _FEW for good, size, _ in result) >= most:
             break

@@ -101,7 +101,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
     ),
 }
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # An operator of gradtools and its plain version.
+    # Each entry contains an operator of gradtools and its plain version.
     "chunked": (
         lambda f: gt.chunked(f, 2),
         lambda f: lambda x: torch.cat([f(part) for part in x.split(2)]),

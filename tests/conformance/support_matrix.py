@@ -194,13 +194,13 @@ def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
 
 
 def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Return the reason why a cell does not work, or None if it works."""
+    """Return the `Refusal` that contains a cell, or None if the cell works."""
     cell = (backend, transform, way)
     return next((bug for bug in BUGS if bug.holds(*cell)), None) or wanted_of(*cell)
 
 
 def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Return the error that a cell should raise without known bugs, or None if it should work."""
+    """Return the `Refusal` that contains a cell, or None; known bugs are ignored."""
     if way.order < transform.order:
         return _BEYOND
     return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)

@@ -200,7 +200,7 @@ def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
 
 
 def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Return the `Refusal` that contains a cell, or None; known bugs are ignored."""
+    """Return the `Refusal` that contains a cell, or None. Known bugs are ignored."""
     if way.order < transform.order:
         return _BEYOND
     return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)

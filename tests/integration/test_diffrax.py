@@ -1,4 +1,4 @@
-"""Tests gradients of a neural differential equation by the solvers and adjoints of diffrax."""
+"""Tests gradients of a neural differential equation with diffrax's solvers and adjoints."""
 
 from __future__ import annotations
 

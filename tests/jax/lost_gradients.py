@@ -1,4 +1,4 @@
-"""Defines JAX functions that lose gradients, with kind and line of each cause, and correct ones."""
+"""Defines JAX functions that lose gradients, their causes and lines, and correct functions."""
 
 from __future__ import annotations
 

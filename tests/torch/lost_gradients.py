@@ -1,4 +1,4 @@
-"""Defines PyTorch functions that lose gradients, with the kind of each cause, and correct ones."""
+"""Defines PyTorch functions that lose gradients, their causes, and correct functions."""
 
 from __future__ import annotations
 

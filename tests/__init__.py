@@ -1,1 +1,1 @@
-"""Tests of gradtools; helpers that several tests share are in support/."""
+"""Contains the tests of gradtools; helpers that several tests share are in support/."""

@@ -1,4 +1,4 @@
-"""Shared fixtures and options: backends, devices, double precision and fast compilation.
+"""Defines shared fixtures and options: backends, devices, precision and fast compilation.
 
 XLA's code generator would take most of the time of the JAX tests, so programs that run are compiled
 without optimization, which is five times as fast. Programs compiled ahead of time, as in

@@ -1,1 +1,1 @@
-"""Tests that import PyTorch and JAX in one process, to compare them or to nest one in the other."""
+"""Contains tests that import PyTorch and JAX in one process, to compare or nest the frameworks."""

@@ -1,4 +1,4 @@
-"""Custom rules with one planted mistake each, and correct custom rules, for tests of `check_rule`.
+"""Defines custom rules with one planted mistake each, and correct custom rules, for `check_rule`.
 
 Each program returns a rule made by `gt.custom_rule` or `gt.host_function` and the arguments at
 which it is checked. `says` lists words that the error message must contain, such as the mode and
@@ -212,7 +212,7 @@ def _(gt):
 @mistake("wrong only in a batch", "batch", "argument 0")
 def _(gt):
     def scaled(x, c):
-        return 2 * x * c / max(1, x.ndim)  # right for a single example, wrong under vmap
+        return 2 * x * c / max(1, x.ndim)  # This derivative is wrong under vmap.
 
     square = gt.host_function(lambda x: x**2, vectorized=True)
     back = gt.host_function(scaled, vectorized=True)
@@ -356,7 +356,7 @@ def _(gt):
 
 @right("an implicit function")
 def _(gt):
-    def root(x):  # y with y^3 + y = x
+    def root(x):  # returns y with y^3 + y = x
         y = 0.0 * x
         for _ in range(60):
             y = y - (y**3 + y - x) / (3 * y**2 + 1)

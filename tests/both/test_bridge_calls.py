@@ -1,4 +1,4 @@
-"""Calls of a bridged function: arguments, memory, captured tensors, transforms and errors."""
+"""Tests calls of bridged functions: arguments, memory, captured tensors, transforms and errors."""
 
 import doctest
 import gc
@@ -145,7 +145,7 @@ def test_a_jax_function_composes_with_the_transforms_of_torch(name):
 
 
 def test_a_zero_without_memory_arrives_as_zeros():
-    # a zero tensor without storage, as in PyTorch's forward mode
+    # PyTorch's forward mode creates such a zero tensor, which has no storage.
     zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)
     for t in (zero, zero.T, zero.conj()):
         near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))

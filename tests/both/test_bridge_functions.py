@@ -1,4 +1,4 @@
-"""Bridged functions of the scenario table, compared with the native functions."""
+"""Compares bridged functions of the scenario table with the native functions."""
 
 from collections import OrderedDict, UserDict
 
@@ -15,7 +15,7 @@ from gradtools.testing.cross_checking.tolerances import real_name, tolerance
 from tests.support.scenario_table import scenarios
 
 RECORDS = {s.name: s for s in scenarios()}
-# Programs of one operation on one array; the quick tests run only the first two of them.
+# Programs with one operation on one array, except for the first two, which are quick tests.
 ALIKE = [name for name, s in RECORDS.items() if s.shape == "vector" and not s.tags][2:]
 # Tags of programs that a framework does not support or that the two frameworks define differently.
 CONVENTIONS = "kink"

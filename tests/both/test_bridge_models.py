@@ -1,4 +1,4 @@
-"""Bridged models: state, random keys, train and eval mode, optimizers and gradient edits."""
+"""Tests bridged models: state, random keys, train and eval mode, optimizers, gradient edits."""
 
 import copy
 

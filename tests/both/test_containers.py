@@ -1,4 +1,4 @@
-"""Containers in arguments and outputs of models: mappings, dataclasses and constants."""
+"""Tests arguments and outputs of models in mappings, dataclasses and other containers."""
 
 from __future__ import annotations
 

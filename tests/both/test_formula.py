@@ -41,7 +41,7 @@ LABELS = np.array([2, 0, 1, 1])
 
 @dataclass(frozen=True)
 class Written:
-    """A function of ``gt`` and arrays, with its arguments, which both backends use."""
+    """A function of ``gt`` and arrays, and its arguments, for both backends."""
 
     f: Callable[..., Any]
     args: tuple[np.ndarray, ...]

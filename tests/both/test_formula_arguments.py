@@ -1,4 +1,4 @@
-"""Formulas at ties and at arguments that overflow, and derivations of several outputs."""
+"""Tests formulas at ties and at arguments that overflow, and derivations of several outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of why_zero for NaN gradients and for operations that select no entries."""
+"""Tests reports of why_zero for NaN gradients and for operations that select no entries."""
 
 from __future__ import annotations
 

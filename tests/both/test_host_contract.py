@@ -1,4 +1,4 @@
-"""Requirements on the kernel and the rule of a host function, and plain calls."""
+"""Tests requirements on the kernel and the rule of a host function, and plain calls."""
 
 from __future__ import annotations
 

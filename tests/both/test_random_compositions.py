@@ -1,6 +1,6 @@
-"""Random compositions of three operators: both frameworks return the same number or raise an error.
+"""Tests that three composed operators return equal numbers or raise an error in both frameworks.
 
-A composition is drawn once and run in both frameworks, which are compared with each other. Every
+A composition is drawn once and run in both frameworks, and the two results are compared. Every
 operator maps a function of a vector to another function of a vector.
 """
 

@@ -1,4 +1,4 @@
-"""Requirements on custom rules that both backends share; see also jax/test_rule_contract.py."""
+"""Tests requirements on custom rules in both backends; see also jax/test_rule_contract.py."""
 
 from __future__ import annotations
 

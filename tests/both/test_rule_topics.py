@@ -1,4 +1,4 @@
-"""Custom rules in methods, closures and containers, with arguments and outputs of every kind.
+"""Tests custom rules in methods, closures and containers, with arguments of every kind.
 
 The rule's derivative is a multiple of the true derivative, so that a test fails if the rule is
 dropped. Each program runs three times, because signatures are cached after the first call.
@@ -47,7 +47,7 @@ def as_method(gt):
             lambda kept, ct: (None, 2 * kept[0].k * gt.xp.cos(kept[1]) * ct),
         )
 
-    Scaled(7.0).f(gt.asarray(X))  # the rule of another object
+    Scaled(7.0).f(gt.asarray(X))  # This calls the rule of another object.
     return Scaled(3.0).f
 
 

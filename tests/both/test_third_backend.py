@@ -1,8 +1,8 @@
-"""A minimal third backend: the defaults of `Backend` pass the tests that PyTorch's backend passes.
+"""Tests a minimal third backend with the defaults of `Backend` and the PyTorch backend's tests.
 
 `hips_backend.py` implements the abstract members and a function with a custom pullback; everything
 else comes from the defaults in `gradtools/backend.py`. The PyTorch backend computes the expected
-values by the same test functions.
+values with the same test functions.
 """
 
 from __future__ import annotations

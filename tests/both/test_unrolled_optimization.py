@@ -1,4 +1,4 @@
-"""Gradients through the steps of an inner optimization with `grad(mode="forward_over_reverse")`."""
+"""Tests gradients through inner optimization steps with `grad(mode="forward_over_reverse")`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
 def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
     rule = gt.custom_rule(lambda x: x * x)
-    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # not a tuple
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # This bwd does not return a tuple.
     for out in (rule, gt.frozen(torch.nn.Linear(3, 3))):
         with pytest.raises(GradtoolsError, match=r"expected a tuple|are constants") as caught:
             out(torch.ones(3, requires_grad=True)).sum().backward()

@@ -1,1 +1,1 @@
-"""Conformance tests that every backend must pass."""
+"""Contains conformance tests that every backend must pass."""

@@ -1,4 +1,4 @@
-"""The support matrix of custom rules: every kind of rule in every transform, in both backends.
+"""Defines the support matrix of custom rules: rules, transforms and cells that raise errors.
 
 A cell that this module does not list works and matches the closed form of its rule. A cell that
 does not work is listed with the error that it raises. `tests/conformance/test_support_matrix.py`
@@ -194,13 +194,13 @@ def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
 
 
 def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Return the reason why a cell does not work, or None if it works."""
+    """Return the `Refusal` that contains a cell, or None if the cell works."""
     cell = (backend, transform, way)
     return next((bug for bug in BUGS if bug.holds(*cell)), None) or wanted_of(*cell)
 
 
 def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
-    """Return the error that a cell should raise without known bugs, or None if it should work."""
+    """Return the `Refusal` that contains a cell, or None. Known bugs are ignored."""
     if way.order < transform.order:
         return _BEYOND
     return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)

@@ -1,4 +1,4 @@
-"""Transforms of a function with a custom rule, each with its expected result.
+"""Defines transforms of a function with a custom rule, each with its expected result.
 
 A transform takes a `Case` and yields pairs of a computed and an expected value. The expected value
 comes from the closed form of the rule and uses only sums and products of NumPy.

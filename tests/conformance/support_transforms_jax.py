@@ -1,4 +1,4 @@
-"""Transforms of JAX itself, applied to functions with custom rules; see `support_transforms`."""
+"""Defines transforms of JAX itself for functions with custom rules; see `support_transforms`."""
 
 from __future__ import annotations
 

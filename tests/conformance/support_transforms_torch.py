@@ -1,4 +1,4 @@
-"""Transforms of PyTorch itself for functions with custom rules; see `support_transforms`."""
+"""Defines transforms of PyTorch itself for custom rules; see `support_transforms`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to define a custom rule, each with exact derivatives.
+"""Defines custom rules in all supported ways, each with exact derivatives.
 
 A `Way` makes a function from a vector to a vector. The framework cannot differentiate the function,
 so the derivative is zero if the rule is dropped. `way.at(x)` returns the value and the first,

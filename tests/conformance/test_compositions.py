@@ -1,4 +1,4 @@
-"""Minimal programs with compositions of operators that used to fail or return wrong numbers."""
+"""Tests compositions of operators that used to fail or return wrong numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator, applied to every program and compared with plain `torch.func` or `jax`.
+"""Applies every operator to every program and compares results with `torch.func` or `jax`.
 
 The programs are the records of `scenario_table.py`. Each program f becomes the loss
 

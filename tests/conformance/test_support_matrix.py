@@ -1,4 +1,4 @@
-"""The cells of the support matrix of custom rules, including the cells that raise errors.
+"""Tests the cells of the support matrix of custom rules, including cells that raise errors.
 
 Plain rules run in every transform, and every rule runs in the plain transforms. One in three of
 these cells is a quick test, and the others are slow tests. If the transform compiles slowly, one in

@@ -1,1 +1,1 @@
-"""Tests that run the examples, the notebooks, the code in the documentation and the site."""
+"""Runs the examples, the notebooks, the code in the documentation and the site."""

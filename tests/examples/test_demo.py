@@ -1,4 +1,4 @@
-"""Tests of the demo's claim about gradient reversal, and of its FLOP count."""
+"""Tests the demo's claim about gradient reversal, and its FLOP count."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -1,1 +1,1 @@
-"""Tests of the code base: architecture, imports, leaks, namespaces and supported versions."""
+"""Tests the code base: architecture, imports, leaks, namespaces and supported versions."""

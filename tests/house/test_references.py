@@ -15,7 +15,7 @@ def test_every_name_in_backticks_and_every_file_is_there():
     for framework in ("torch", "jax"):
         pytest.importorskip(framework)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from deprecated modules
+        warnings.simplefilter("ignore")  # Deprecated modules issue warnings.
         every = [r for path in sorted(PACKAGE.rglob("*.py")) for r in references.references(path)]
         stale = [str(reference) for reference in every if not is_known(reference)]
     assert len(every) > 800

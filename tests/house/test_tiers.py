@@ -1,4 +1,4 @@
-"""Tests of the marks that select the quick tests, and of samples, which are covering arrays."""
+"""Tests the marks that select the quick tests, and the samples, which are covering arrays."""
 
 from __future__ import annotations
 

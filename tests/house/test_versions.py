@@ -1,4 +1,4 @@
-"""Supported versions: the package requirements and the errors at import."""
+"""Tests the supported versions in the package requirements and in the errors at import."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of gradtools in the training loops and solvers of other packages."""
+"""Tests gradtools in the training loops and solvers of other packages."""

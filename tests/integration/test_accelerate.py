@@ -1,4 +1,4 @@
-"""accelerate: accumulated gradients, mixed precision, and a critic with a gradient penalty."""
+"""Tests accelerate: accumulated gradients, mixed precision, and a WGAN-GP critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge with other packages: a diffrax solver in a PyTorch loop, MiniLM with optax."""
+"""Tests the bridge with a diffrax solver in a PyTorch loop, and with MiniLM and optax."""
 
 from pathlib import Path
 

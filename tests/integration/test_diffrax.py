@@ -1,4 +1,4 @@
-"""diffrax: gradients of a neural differential equation by its solvers and adjoints."""
+"""Tests gradients of a neural differential equation with diffrax's solvers and adjoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diffusers: score distillation through a VAE, and second derivatives of a U-Net with attention."""
+"""Tests score distillation through a VAE, and second derivatives of a U-Net, with diffusers."""
 
 from __future__ import annotations
 

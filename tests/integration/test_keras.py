@@ -1,4 +1,4 @@
-"""Keras 3 through make_functional with both backends, compared with Keras' own calls."""
+"""Compares Keras 3 models in make_functional with Keras' own calls, with both backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning: a chunked two-tower model in float32 and bfloat16, compared with a plain loop."""
+"""Compares a chunked two-tower model in Lightning with a plain loop, in float32 and bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that store their parameters in unusual ways: opacus, TorchRL."""
+"""Tests modules of opacus and TorchRL, which store their parameters in unusual ways."""
 
 from __future__ import annotations
 

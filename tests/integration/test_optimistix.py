@@ -1,4 +1,4 @@
-"""optimistix: root finding and least squares in custom rules, and custom rules in solvers."""
+"""Tests optimistix solvers in custom rules, and custom rules in optimistix solvers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""peft: SimCLR that trains only the low-rank adapters of an encoder."""
+"""Tests SimCLR training of the low-rank adapters of an encoder with peft."""
 
 from __future__ import annotations
 

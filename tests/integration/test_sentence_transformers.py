@@ -1,4 +1,4 @@
-"""sentence-transformers: chunked models compared with a plain loop and with `model.encode`."""
+"""Compares chunked sentence-transformers models with a plain loop and with `model.encode`."""
 
 from __future__ import annotations
 

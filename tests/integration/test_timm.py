@@ -1,4 +1,4 @@
-"""timm: chunked image models, and derivatives compared with finite differences."""
+"""Tests chunked image models of timm, and compares derivatives with finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchdiffeq: a neural differential equation by direct and by adjoint differentiation."""
+"""Tests a neural differential equation in torchdiffeq by direct and adjoint differentiation."""
 
 from __future__ import annotations
 

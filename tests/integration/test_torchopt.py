@@ -1,4 +1,4 @@
-"""torchopt's implicit differentiation compared with `implicit_solution`; torchjd's aggregators."""
+"""Compares torchopt's implicit differentiation with `implicit_solution`; tests torchjd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers: models, the Trainer, per-example gradients and lost gradients of a classifier."""
+"""Tests transformers models: the Trainer, per-example gradients and lost gradients."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _columns():
 
 
 def test_one_gradient_for_each_example_of_a_padded_batch():
-    """Transformers checks whether all mask entries are ones, which vmap does not support."""
+    """vmap does not support Transformers' check whether all mask entries are ones."""
     model = bert().eval()
     apply, params, state = gt.make_functional(model)
 

@@ -1,1 +1,1 @@
-"""Tests of the JAX backend only."""
+"""Contains tests of the JAX backend only."""

@@ -1,4 +1,4 @@
-"""Losses of JAX modules for which why_zero reports nothing, and losses with planted bugs.
+"""Defines losses of JAX modules without lost gradients, and losses with planted bugs.
 
 A healthy program calls why_zero with its own model, parameters or optimizer. A program with a
 planted bug is a loss of `PARAMS`, the expected kind of finding, and a flag that is True if the

@@ -1,4 +1,4 @@
-"""JAX functions that lose gradients, with each cause's kind and line, and correct functions."""
+"""Defines JAX functions that lose gradients, their causes and lines, and correct functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ cause, healthy = CASES.cause, CASES.healthy
 
 # --- functions of one line --------------------------------------------------------------------
 
-ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
+ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # grouped by kind of finding
     "detached": {
         "stopped_in_a_carry": lambda x: lax.scan(lambda c, a: (stop(c) + a, None), x[0], X)[0],
         "stopped_in_shard_map": lambda x: sharded(lambda y: stop(y) + 1)(x).sum(),

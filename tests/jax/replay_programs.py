@@ -1,4 +1,4 @@
-"""Programs that test recomputation in JAX under difficult conditions.
+"""Defines programs that test recomputation in JAX under difficult conditions.
 
 Each program takes `chunked` or the plain loop over chunks below and returns a pytree of arrays:
 values, gradients and the state of the host afterwards. Both versions must agree, or gradtools must

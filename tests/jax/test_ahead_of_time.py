@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
+"""Tests ahead-of-time compilation of the JAX backend for TPU and GPU, without a device.
 
 `make tpu` and `make cuda` install the compilers and run these tests, which compile the programs of
 benchmarks/ahead_of_time.py and of every_operator.py.
@@ -57,7 +57,7 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
         return
     totals = (
         4 * ahead.WIDTH**2 if name == "microbatched_value_and_grad" else 0
-    )  # bytes of the float32 sum of gradients
+    )  # The sum of gradients is stored in float32.
     assert ours.temporaries <= hand.temporaries + totals + 2**19
     assert ours.flops is None or ours.flops[0] <= 1.01 * hand.flops[0]
     assert ours.peak is None or ours.peak <= 1.01 * hand.peak + totals
@@ -69,7 +69,7 @@ def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(t
     # gradients of parameters are accumulated in float32
     sums = 4 * ahead.LAYERS * ahead.FEATURES**2
     for count, found in costs.items():
-        # outputs, their cotangents, and a float32 batch that is rounded to bfloat16 on TPU
+        # These are outputs, cotangents, and a float32 batch, which a TPU rounds to bfloat16.
         outputs = 3 * count * rows
         alone, ours = found["one chunk alone"], found["chunked"]
         if target.platform == TPU:
@@ -99,7 +99,7 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        # one graph of G, and the gradients of all calls of G with their cotangents
+        # Memory contains one graph of G, and the gradients and cotangents of all calls of G.
         one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries
@@ -117,8 +117,8 @@ def test_a_contrastive_step_needs_no_matrix_of_pairs(target):
 def test_devices_gather_features_and_reduce_parameters_once(kind, board, single):
     count = len(ahead.devices(single.platform, board))
     found = ahead.meshes(single, kind, board)
-    # All-reduces of the parameter gradients and the loss; without shard_map also of the features'
-    # cotangents.
+    # The parameter gradients and the loss are reduced; without shard_map, the cotangents of the
+    # features are also reduced.
     reductions = {"shard_map": 1, "Explicit": 3, "Auto": 3}[kind]
     assert 0 < found.moves["all-reduce"] <= reductions + (found.moves["reduce-scatter"] == 0)
     features = count * 4 * ahead.CHUNK * ahead.FEATURES * 4

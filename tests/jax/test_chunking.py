@@ -1,4 +1,4 @@
-"""`chunked` in JAX, compared with a plain loop over chunks that saves all residuals."""
+"""Compares `chunked` in JAX with a plain loop over chunks that saves all residuals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def derivatives(loss, *args):
 
 
 def second(loss, *args):
-    """Return the gradient and the Hessian times the arguments by forward and by reverse mode."""
+    """Return the gradient, and the Hessian times the arguments in forward and in reverse mode."""
     both = tuple(range(len(args)))
     gradient = jax.grad(loss, both)
     inner = lambda *xs: sum(
@@ -328,7 +328,7 @@ def test_the_work_is_4F(interleaved):
     assert flops(total(run), WS, BIG) == 4 * FORWARD
 
 
-# Bytes of temporary buffers
+# The following tests measure the bytes of temporary buffers.
 
 SHAPES = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")]
 LAYERS = [SHAPES] * 3
@@ -357,7 +357,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # The outputs, their cotangents and one concatenated array.
+    assert many - few <= 3 * outputs  # outputs, cotangents, one concatenated array
     # The memory of the plain function increases with the number of chunks.
     assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 

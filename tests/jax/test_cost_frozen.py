@@ -1,4 +1,4 @@
-"""Memory and FLOPs of second derivatives through `frozen` in JAX."""
+"""Tests memory and FLOPs of second derivatives through `frozen` in JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of gradient edits for JAX only: untaken branches, second derivatives and scales."""
+"""Tests gradient edits for JAX only: untaken branches, second derivatives and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen functions in JAX: traces, closed-over parameters, and functions without forward mode."""
+"""Tests frozen functions in JAX: traces, closed-over parameters, missing forward mode."""
 
 from __future__ import annotations
 

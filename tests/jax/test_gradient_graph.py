@@ -1,4 +1,4 @@
-"""Forward and backward graphs of JAX programs with loops, branches on values and callbacks."""
+"""Tests graphs of JAX programs with loops, branches on values and callbacks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Graphs of jaxprs: operations, source lines, modules, marks, loop bodies and branches."""
+"""Tests graphs of jaxprs: operations, source lines, modules, marks, loop bodies and branches."""
 
 import inspect
 

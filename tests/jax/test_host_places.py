@@ -1,4 +1,4 @@
-"""Devices of the results of host functions, on eight simulated devices, eager and compiled.
+"""Tests the devices of results on eight simulated devices, eager and compiled.
 
 Host functions and all other public functions must return their results on the devices of their
 arguments, as operations of JAX do. All programs run in one subprocess.

@@ -1,4 +1,4 @@
-"""Lost gradients in JAX training: losses with planted bugs, compared with plain optimizer steps."""
+"""Tests reports of lost gradients in JAX training, and compares them with plain optimizer steps."""
 
 from __future__ import annotations
 

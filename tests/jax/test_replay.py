@@ -1,4 +1,4 @@
-"""Recomputation in JAX with modules, exceptions and arrays that change between the passes."""
+"""Tests recomputation in JAX with modules, exceptions and arrays that change between passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements on custom rules in JAX, and features that they share with JAX's own rules.
+"""Tests requirements on custom rules in JAX, and features shared with JAX's own rules.
 
 `jax.custom_jvp` and `jax.custom_vjp` compute the expected values if they support the program;
 otherwise a closed form computes the expected values.

@@ -1,4 +1,4 @@
-"""Derivatives of custom rules in JAX after the elimination of unused outputs.
+"""Tests derivatives of custom rules in JAX after the elimination of unused outputs.
 
 The expected values come from JAX's own `custom_jvp` and `custom_vjp`.
 """

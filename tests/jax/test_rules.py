@@ -1,4 +1,4 @@
-"""Custom rules in JAX: shard_map, named axes, residuals, closed-over arrays and transposition."""
+"""Tests custom rules in JAX: shard_map, named axes, residuals, closures and transposition."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():
 
 def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     double = gt.custom_rule(lambda x: 2 * x)
-    # deliberately not the derivative of the function
+    # This rule is deliberately wrong.
     double.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))
     x = jnp.ones(3)
     slope = jax.grad(lambda x: double(x).sum())(x)

@@ -1,4 +1,4 @@
-"""Undocumented behavior of JAX on which gradtools relies."""
+"""Tests undocumented behavior of JAX on which gradtools relies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole equinox and flax.nnx modules as arguments of the operators, compared with plain JAX.
+"""Compares operators on whole equinox and flax.nnx modules with plain JAX.
 
 Each test combines a kind of module with an operator. The expected values use no code of gradtools:
 the module's library splits the module into a list of arrays, and `jax.grad`, `jax.jvp` or a plain
@@ -210,7 +210,7 @@ def gradient(kind, m):
 
 
 def with_gradient(f, kind, m):
-    wanted = gradient(kind, m)  # computed first, because f may change the module
+    wanted = gradient(kind, m)  # The reference is first, because f may change m.
     return f(kind, m), wanted
 
 

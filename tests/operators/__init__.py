@@ -1,1 +1,1 @@
-"""The public operators; each test runs once for each installed backend."""
+"""Tests the public operators; each test runs once for each installed backend."""

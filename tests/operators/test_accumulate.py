@@ -1,4 +1,4 @@
-"""Accumulation of gradients in `GradientAccumulator` and in buffers, in both backends."""
+"""Tests accumulation of gradients in `GradientAccumulator` and in buffers, in both backends."""
 
 import math
 import sys

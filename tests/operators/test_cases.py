@@ -1,4 +1,4 @@
-"""Each use case in both backends, at a size for which the results can be derived by hand.
+"""Tests each use case in both backends, at a size at which results can be derived by hand.
 
 The expected values are closed forms in NumPy that do not use gradtools.
 """
@@ -29,7 +29,7 @@ def number(gt, x):
 
 
 class Counter:
-    """Count the evaluations of a function at run time, in JAX by a callback."""
+    """Count the evaluations of a function at run time, in JAX with a callback."""
 
     def __init__(self, backend_name):
         self.calls, self.jax = 0, backend_name == "jax"
@@ -188,7 +188,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
 
 def test_u4_the_obvious_two_steps_are_refused_by_name(gt, yzu):
     y, z, _ = map(gt.asarray, yzu)
-    G = lambda z: gt.stop_gradient(gt.xp.exp(z.sum(-1)))  # computed without a graph
+    G = lambda z: gt.stop_gradient(gt.xp.exp(z.sum(-1)))  # no gradient propagates through G
     with pytest.raises(gradtools.DisconnectedInputError, match="argument 0 does not reach"):
         gt.grad(lambda z: f(y, G(z)))(z)
 
@@ -377,7 +377,7 @@ def test_u10_straight_through_has_the_surrogates_gradient_and_reaches_the_target
     for _ in range(200):
         _, grad = loss(gt.asarray(image))
         image = image - 20 * gt.to_numpy(grad)
-    assert abs(np.mean(image > 0.5) - TARGET) < 0.01  # within two pixels
+    assert abs(np.mean(image > 0.5) - TARGET) < 0.01  # The error is at most two pixels.
 
 
 # --- U11: several losses and unequal chunks -----------------------------------------------

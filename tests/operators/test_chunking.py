@@ -1,4 +1,4 @@
-"""`chunked` compared with the function of the whole batch, up to second order."""
+"""Compares `chunked` with the function of the whole batch, up to second order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_under_vmap_and_compile(gt, problem):
 def test_u6_in_small(gt):
     x = gt.asarray(np.array([1.0, 2.0, 3.0]))
     square = gt.chunked(lambda w, x: w * x**2, 2, in_axes=(None, 0))
-    total = lambda w: square(w, x).sum() ** 2  # (14 w)^2
+    total = lambda w: square(w, x).sum() ** 2  # The total is (14 w)^2.
     w = gt.asarray(np.array(3.0))
     assert float(gt.grad(total)(w)) == 2 * 14**2 * 3
     assert float(gt.grad(gt.grad(total))(w)) == 2 * 14**2

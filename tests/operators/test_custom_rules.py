@@ -1,4 +1,4 @@
-"""custom_rule and host_function for authors of rules: signatures, residuals and errors.
+"""Tests signatures, residuals and errors of custom_rule and host_function.
 
 The support matrix tests the derivatives of both functions in all transforms and orders.
 """

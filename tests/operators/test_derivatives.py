@@ -1,4 +1,4 @@
-"""Derivative operators on the programs of the scenario table and on functions derived by hand."""
+"""Tests derivative operators on the scenario table and on functions derived by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings and errors for arguments that are not connected to the output, in both backends."""
+"""Tests warnings and errors for arguments that are not connected to the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients with respect to the factor, the bound or the gradient that an edit takes.
+"""Tests gradients with respect to the factor, bound or gradient that is passed to an edit.
 
 At first order, an edit treats these arrays as constants, so a gradient with respect to them raises
 an error. An edited gradient depends on these arrays, so second derivatives with respect to them

@@ -1,4 +1,4 @@
-"""`frozen` and `mixed_partial` compared with plain double backward, in each backend."""
+"""Compares `frozen` and `mixed_partial` with plain double backward, in each backend."""
 
 from __future__ import annotations
 

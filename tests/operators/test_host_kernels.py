@@ -1,4 +1,4 @@
-"""Inputs, outputs, errors and transforms of host kernels in both frameworks."""
+"""Tests inputs, outputs, errors and transforms of host kernels in both frameworks."""
 
 from __future__ import annotations
 

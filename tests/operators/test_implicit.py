@@ -1,4 +1,4 @@
-"""`implicit_solution` compared with closed forms and differentiated iterations."""
+"""Compares `implicit_solution` with closed forms and differentiated iterations."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
 @pytest.mark.parametrize("solver", ["gmres", "cg"])
 @pytest.mark.slow_at(("jax", "gmres"))
 def test_the_solvers_are_mapped(gt, backend_name, rng, solver):
-    """The solver must not branch on values, which vmap does not support."""
+    """The solver must not branch on values, because vmap does not support such branches."""
     root = gt.implicit_solution(lambda z, a: z**3 + z - a, lambda a: _cubic(gt, a), solver)
     a = gt.asarray(rng.normal(size=(2, 3)))
     found = fast(gt, backend_name, gt.vmap(gt.grad(lambda a: root(a).sum())))(a)
@@ -359,7 +359,7 @@ def test_an_argument_that_the_equation_ignores_is_disconnected(gt, backend_name)
         gt.per_example_grad(lambda t, x: closed(a)(t).sum() + x.sum())(b, a)
     for zero in (gt.grad(lost, disconnected_inputs="zeros")(b), gt.jvp(lost, (b,), (b,))[1]):
         agree(gt, zero, 0 * zero)
-    agree(gt, gt.grad(lambda a: closed(a)(b).sum())(a), 0.5 * a**-0.5)  # captured and connected
+    agree(gt, gt.grad(lambda a: closed(a)(b).sum())(a), 0.5 * a**-0.5)  # a is connected
 
     root = gt.implicit_solution(lambda z, t: z**2 - t["a"], lambda t: t["a"] ** 0.5, "dense")
     tree, of = {"a": a, "b": b}, lambda t: root(t).sum()

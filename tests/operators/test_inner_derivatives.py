@@ -182,7 +182,7 @@ def test_a_part_of_an_inner_derivative_that_f_leaves_unused_is_no_cut(gt, backen
     x = lift(backend_name, {"a": np.array(1.2), "u": np.array(1.5)})
     v = lift(backend_name, {"a": np.array(0.5), "u": np.array(2.0)})
     cube = lambda x: x["a"] ** 3 + x["u"] ** 3
-    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # the derivative 3 a^2
+    part = lambda x: INNER_OF_A_TREE[name](gt, cube, x)["a"]  # The derivative is 3 a^2.
     gradient, product = (t[0] for t in gt.hvp(part, (x,), (v,)))
     for row in (gradient, gt.jacobian(part, mode="reverse")(x), gt.vjp(part, x)[1](v["u"] / 2)[0]):
         close(_number(row["a"]), 7.2, 1e-12)

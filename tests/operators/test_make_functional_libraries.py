@@ -1,4 +1,4 @@
-"""make_functional for flax.linen, flax.nnx and equinox, compared with torch.nn.
+"""Compares make_functional for flax.linen, flax.nnx and equinox with torch.nn.
 
 The network is dense, batch norm, tanh, dense. Two conventions differ. The running mean is (1 - m)
 old + m batch in PyTorch and m old + (1 - m) batch in flax and equinox. The running variance in

@@ -1,4 +1,4 @@
-"""Metrics, keys and state in microbatched_value_and_grad, and aux of minimax_value_and_grad."""
+"""Tests metrics, keys and state in microbatched_value_and_grad, aux in minimax_value_and_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`retain_gradient` and `retained_gradients` compared with gradients of added zeros."""
+"""Compares `retain_gradient` and `retained_gradients` with gradients of added zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
+"""Tests internal rules with a pushforward, a pullback or both, for two inputs and two outputs.
 
 The support matrix tests the derivatives of rules in every transform and at every order.
 """

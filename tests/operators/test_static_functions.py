@@ -1,4 +1,4 @@
-"""Static arguments of rules: functions that close over arrays, and their position in fwd."""
+"""Tests static arguments of rules: functions that close over arrays, and positions in fwd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Times:
         return self.w * x
 
 
-@dataclass(slots=True)  # has no __hash__ and no __dict__, like the variables of an nnx module
+@dataclass(slots=True)  # nnx variables also have no __hash__ and no __dict__
 class Scale:
     w: Any
 

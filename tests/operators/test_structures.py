@@ -1,4 +1,4 @@
-"""Pytrees whose keys are in another order, and dataclasses as arguments of rules."""
+"""Tests pytrees with keys in another order, and dataclasses as arguments of rules."""
 
 from __future__ import annotations
 

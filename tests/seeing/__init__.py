@@ -1,1 +1,1 @@
-"""Tests of graphs, formulas and reports."""
+"""Tests graphs, formulas and reports."""

@@ -1,4 +1,4 @@
-"""Tests of the commands `gradtools why-zero`, `gradtools graph` and `gradtools formula`.
+"""Tests the commands `gradtools why-zero`, `gradtools graph` and `gradtools formula`.
 
 Each row of `ANSWERS` and `REFUSALS` is a command line and parts of its output.
 """

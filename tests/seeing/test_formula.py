@@ -1,4 +1,4 @@
-"""Formulas of PyTorch programs: text, numerical checks and errors."""
+"""Tests formulas of PyTorch programs: text, numerical checks and errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests of passes, names, residuals, marks and stopped gradients in graphs of both backends."""
+"""Tests passes, names, residuals, marks and stopped gradients in graphs of both backends."""
 
 import html
 

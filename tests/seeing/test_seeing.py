@@ -1,4 +1,4 @@
-"""Tests of why_zero that run in both backends."""
+"""Tests why_zero in both backends."""
 
 from __future__ import annotations
 

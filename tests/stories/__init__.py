@@ -1,1 +1,1 @@
-"""Programs from public reports, rewritten with gradtools and compared with correct results."""
+"""Tests programs from public reports, rewritten with gradtools, against correct results."""

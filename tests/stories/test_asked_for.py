@@ -1,4 +1,4 @@
-"""Programs from feature requests in public threads, each with its source and expected numbers.
+"""Tests programs from public feature requests, each with its source and expected numbers.
 
 A program is written once for both frameworks unless the request concerns only one of them.
 """

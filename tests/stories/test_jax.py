@@ -1,4 +1,4 @@
-"""Programs from public reports about JAX, each with its source and the correct result."""
+"""Tests programs from public reports about JAX, each with its source and the correct result."""
 
 from __future__ import annotations
 

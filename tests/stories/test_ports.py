@@ -1,4 +1,4 @@
-"""Comparisons of PyTorch programs with common correct and wrong ports to JAX."""
+"""Compares PyTorch programs with common correct and wrong ports to JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training programs from public reports about PyTorch, rewritten with gradtools.
+"""Tests training programs from public reports about PyTorch, rewritten with gradtools.
 
 Each story returns pairs of a computed and a correct value. The correct value comes from a closed
 form, plain PyTorch or central differences. `source` is a repository and an issue number.

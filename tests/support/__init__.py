@@ -1,1 +1,1 @@
-"""Helpers that tests share, and programs that generate pages and tables of the documentation."""
+"""Contains helpers that tests share, and programs that generate pages and tables of the docs."""

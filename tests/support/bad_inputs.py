@@ -1,4 +1,4 @@
-"""Bad calls of every operator; `bad_inputs.txt` contains the complete error text of each call.
+"""Defines bad calls of every operator; `bad_inputs.txt` contains each complete error text.
 
 A text names the function, the wrong value (argument, leaf, shape, dtype) and the fix. `python -m
 tests.support.bad_inputs` rewrites the file, and `git diff` shows the changes.
@@ -149,7 +149,7 @@ def other_shapes() -> Any:
     jax = pytest.importorskip("jax")
     port = linen()
     variables = port.init(jax.random.key(0), jax.numpy.ones((1, 3)))
-    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # draws no random numbers
+    layer = nn.utils.skip_init(nn.Linear, 3, 5)  # skip_init draws no random numbers
     return cross_check(torch=layer, jax=(port, variables), args=(np.ones((4, 3)),))
 
 

@@ -1,4 +1,4 @@
-"""Functions of a batch that treat each example separately, shared by both backends."""
+"""Defines functions of a batch that treat each example separately, for both backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixture that caches compiled JAX programs in a folder, for files with repeated programs.
+"""Defines a fixture that caches compiled JAX programs in a folder, for repeated programs.
 
 A test file uses the fixture with `pytest_plugins` and `usefixtures("compiled_programs_kept")`. Each
 test defines new functions, which JAX traces again, but many of the traced programs are equal. Each

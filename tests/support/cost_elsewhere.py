@@ -1,4 +1,4 @@
-"""Public names without a case in the cost tables, and a check that all other names have a case."""
+"""Lists public names without a case in the cost tables, and finds other names without a case."""
 
 from __future__ import annotations
 

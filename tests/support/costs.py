@@ -1,4 +1,4 @@
-"""Counts of operations and bytes of a call, for tests and benchmarks.
+"""Counts operations and bytes of a call, for tests and benchmarks.
 
 In PyTorch, `torch.utils.flop_counter` counts FLOPs of products, each element that any other
 operation computes counts as one operation, and a dispatch mode measures live storages. In JAX, the
@@ -84,7 +84,7 @@ def _handed(f: Callable[..., Any], *args: Any) -> int:
     compiled = forward.lower(*args).compile()
     total = int(compiled.memory_analysis().output_size_in_bytes)
     found = [np.asarray(y) for y in compiled(*args)]
-    table = 8 * len(found) if len(found) > 1 else 0  # XLA's table of pointers to several outputs
+    table = 8 * len(found) if len(found) > 1 else 0  # XLA adds a table of pointers.
     here = {(x.shape, x.tobytes()) for x in map(np.asarray, args)}
     for y in found:
         key = y.shape, y.tobytes()

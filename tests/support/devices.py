@@ -1,4 +1,4 @@
-"""Selection of a device by name in both frameworks, and simulated devices of JAX.
+"""Selects a device by name in both frameworks, and simulates devices of JAX.
 
 A name is "cpu", "gpu" (or "cuda") or "tpu", optionally with an index as in "gpu:1"; "auto" keeps
 each framework's default. In the context of `placed`, new arrays are created on the device.

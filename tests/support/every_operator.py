@@ -1,10 +1,10 @@
-"""A table of small calls of every public operator, for tests of all operators.
+"""Defines small calls of every public operator, for tests of all operators.
 
 A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
-elementwise function of an array of four numbers; a test may replace it with a function that counts,
-raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i of the
-result depends only on entry i of the argument, so that tests can compute the expected value of one
-entry by itself.
+elementwise function of an array of four numbers; a test may replace `part` with a function that
+counts, raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i
+of the result depends only on entry i of the argument, so that tests can compute the expected value
+of one entry separately.
 """
 
 from __future__ import annotations

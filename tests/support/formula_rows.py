@@ -1,4 +1,4 @@
-"""Tables of functions for formulas: each row is an expression and its arguments.
+"""Reads tables of functions for formulas: each row is an expression and its arguments.
 
     jnp.sum(a * b, 1) ; (3,4) p(3,4)
 

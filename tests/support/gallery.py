@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md: graphs of PyTorch and JAX programs, each with a short text.
+"""Defines the pictures of docs/gallery.md: graphs of PyTorch and JAX programs with short texts.
 
 `python -m tests.support.gallery` writes the page and its pictures. Tests compare these files with
 the output, and compare the evaluated graphs with PyTorch's own derivatives.

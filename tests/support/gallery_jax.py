@@ -1,4 +1,4 @@
-"""JAX programs of the gallery, for comparison with the graphs of PyTorch."""
+"""Defines JAX programs of the gallery, for comparison with the graphs of PyTorch."""
 
 from __future__ import annotations
 

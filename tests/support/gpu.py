@@ -1,4 +1,4 @@
-"""Scenarios in PyTorch that need a GPU; tests/torch/test_cuda.py runs them.
+"""Defines scenarios in PyTorch that need a GPU; tests/torch/test_cuda.py runs them.
 
 A scenario is a function of a device. It raises AssertionError if a property is violated and
 `Absent` if the machine lacks a requirement. If a CPU supports a scenario, the scenario also runs on

@@ -1,4 +1,4 @@
-"""Healthy losses in both frameworks, for which why_zero must report nothing.
+"""Defines healthy losses in both frameworks, for which why_zero must report nothing.
 
 Each loss takes `gt` and a dict of parameters, whose shapes are in the table `HEALTHY`.
 """

@@ -1,4 +1,4 @@
-"""A backend for HIPS autograd with the defaults of `Backend`: `import hips_backend as gt`.
+"""Defines a backend for HIPS autograd with the defaults of `Backend`.
 
 This backend supports only NumPy arrays and reverse mode. The pullback of autograd is the transpose,
 while gradtools' pullback is the adjoint.

@@ -1,4 +1,4 @@
-"""Small models and batches for the integration tests, with random weights and no downloads."""
+"""Defines small models and batches for the integration tests, without downloads."""
 
 from __future__ import annotations
 

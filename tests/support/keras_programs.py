@@ -1,4 +1,4 @@
-"""Checks of Keras models with make_functional on the backend that KERAS_BACKEND names.
+"""Checks Keras models with make_functional on the backend that KERAS_BACKEND names.
 
 `tests/integration/test_keras.py` runs this file as a program, because Keras has one backend per
 process. The program prints the name of each check and its error, which is empty on success.

@@ -1,4 +1,4 @@
-"""Programs that lose gradients and healthy programs, shared by both frameworks.
+"""Defines programs that lose gradients and healthy programs for both frameworks.
 
     @CASES.cause()
     def f(x):

@@ -1,4 +1,4 @@
-"""Transforms and bit patterns of both frameworks under common names.
+"""Provides transforms and bit patterns of both frameworks under common names.
 
 This module does not use gradtools, so tests can compare gradtools with its results.
 """

@@ -1,4 +1,4 @@
-"""A simulated PyTorch device other than the CPU, and a sweep of every operator on it.
+"""Simulates a PyTorch device other than the CPU, and runs every operator on it.
 
 `native/other_device.cpp` implements the device. The device becomes `torch.accelerator` of its
 process, so the sweep runs as a program in a separate process:

@@ -1,4 +1,4 @@
-"""The Python code blocks of README.md and docs/, and how tests run them.
+"""Finds the Python code blocks of README.md and docs/, and runs them.
 
 Each block runs as a separate program. A block that imports gradtools by the line in `EITHER` runs
 once for each backend. The title of a block, which the page shows above the code, may define how the

@@ -1,4 +1,4 @@
-"""Bugs planted in ports one at a time, with the expected reports of the comparison tools.
+"""Plants bugs in ports one at a time, with the expected reports of the comparison tools.
 
 A mistake replaces a piece of text in one side of a port of `ports.py`. `cause` is a part of the
 cause that `cross_check` reports, or UNKNOWN if it reports no cause. `lines` are the source lines in

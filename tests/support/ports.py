@@ -1,4 +1,4 @@
-"""Pairs of a PyTorch program and a correct JAX port with corresponding lines.
+"""Defines pairs of a PyTorch program and a correct JAX port with corresponding lines.
 
 `NAME_torch` and `NAME_jax` are a program and its port. For the names in MODELS, `NAME_torch()`
 returns a module and `NAME_jax(original)` returns its port. Lines with the same number, counted from

@@ -181,7 +181,7 @@ def tests_of(name: str) -> tuple[str, ...]:
     named.sort(key=lambda test: (Path(name).stem not in test, wing not in test))
     folder = Path(name).parent
     near = [test for m in mutants.read() if Path(m.file).parent == folder for test in m.tests]
-    near.sort(key=near.count, reverse=True)  # test files for other modules in the same folder
+    near.sort(key=near.count, reverse=True)  # These files test other modules in the same folder.
     return tuple(dict.fromkeys([*listed, *named, *near]))[:_FILES]
 
 

@@ -1,4 +1,4 @@
-"""Correct ports whose layout, formula, loop or library differs from the original program."""
+"""Defines correct ports that differ from the original in layout, formula, loop or library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of small programs with arguments, order of differentiation and tags.
+"""Defines small programs with arguments, orders of differentiation and tags.
 
 Each program is written once with `gt.xp` for all backends, and tests are generated from the
 records. Vectors have four entries if the length does not matter, because JAX compiles an operation

@@ -1,4 +1,4 @@
-"""The layout of a picture of a graph: boxes, frames, lines and labels with positions."""
+"""Lays out a picture of a graph: boxes, frames, lines and labels with positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs of different shapes, written by hand, for tests that draw graphs.
+"""Defines graphs of different shapes by hand, for tests that draw graphs.
 
 `Builder` builds a graph by one method call for each operation. Each graph is built by a function
 without arguments; `SHAPES` maps names to these functions.

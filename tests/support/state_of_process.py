@@ -1,4 +1,4 @@
-"""Snapshots of global state that a call could leave changed.
+"""Takes snapshots of global state that a call could leave changed.
 
 `quick()` runs around every test and takes a few microseconds; `everything()` runs around every
 planted fault. Both return a dict of plain values with readable names, and `changes` lists the

@@ -1,4 +1,4 @@
-"""Tiers of tests: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
+"""Defines test tiers: quick (`make test`), slow (`make test-all`) and sweep (`pytest -m sweep`).
 
 A test is quick unless a mark on its file (``pytestmark``) or function defines another tier:
 
@@ -98,7 +98,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     spread = sorted(range(len(rows)), key=lambda k: k * _GOLDEN % 1)
     chosen: list[int] = []
     met: set[object] = set()
-    # upper bounds, because the number of new pairs of a row only decreases
+    # These are upper bounds, because the number of new pairs of a row only decreases.
     adds: dict[int, int] = {}
     while spread and len(chosen) < count:
         best, most = spread[0], -1

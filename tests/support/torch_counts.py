@@ -1,4 +1,4 @@
-"""Dispatch modes that count operations and FLOPs in PyTorch."""
+"""Defines dispatch modes that count operations and FLOPs in PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd Functions as in PyTorch's documentation, which are references for custom rules."""
+"""Defines autograd Functions as in PyTorch's documentation, as references for custom rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code with types that mypy and pyright must infer, and mistakes that they must report.
+"""Contains types that mypy and pyright must infer, and mistakes that they must report.
 
 The file is never executed. Both type checkers must report an error on each line that ends with
 "wrong" and on no other line.

@@ -1,4 +1,4 @@
-"""A table of operations for which derivatives in PyTorch are wrong or missing.
+"""Lists operations for which derivatives in PyTorch are wrong or missing.
 
 The bugs were found by sweeps over OpInfo, PyTorch's own table of operators (`tests/sweeps`).
 `docs/upstream-bugs.md` is generated from this table. A test runs each example and fails when
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 GRADIENT = "gradient"
 GRADIENT_AGAIN = "derivative of the gradient"  # Derivatives by reverse over reverse mode.
-THIRD = "third derivative"  # Reverse mode.
+THIRD = "third derivative"  # Derivatives by reverse mode, applied three times.
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
-TANGENT = "tangent"  # Forward mode.
+TANGENT = "tangent"  # Derivatives by forward mode.
 # Derivatives by reverse or forward mode over forward mode.
 TANGENT_AGAIN = "derivative of the tangent"
 TANGENT_OF_GRADIENT = "tangent of the gradient"  # Derivatives by forward over reverse mode.

@@ -1,4 +1,4 @@
-"""Bug reports about wrong derivatives in PyTorch and JAX, written to docs/upstream.
+"""Writes bug reports about wrong derivatives in PyTorch and JAX to docs/upstream.
 
     python -m tests.support.upstream_reports    # writes docs/upstream/*.md
 

@@ -1,4 +1,4 @@
-"""A pytest plugin of `tests.support.versions` for known failures and stored results.
+"""Defines a pytest plugin of `tests.support.versions` for known failures and stored results.
 
 `version_ledger.toml` lists tests that a version cannot pass, with reasons. These tests are expected
 to fail. The run fails if a listed test passes or if an entry matches no test.

@@ -1,4 +1,4 @@
-"""Call trees for `docs/architecture.md`: the modules that a call of an operator runs.
+"""Writes call trees into docs/architecture.md: the modules that run in a call of an operator.
 
 python -m tests.support.walks            # writes the trees into the page
 python -m tests.support.walks --counts   # prints the calls, files and changes of file of each walk

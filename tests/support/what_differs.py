@@ -1,4 +1,4 @@
-"""The table of docs/what-differs.md: derivatives at kinks and ties, measured in both frameworks.
+"""Measures derivatives at kinks and ties in both frameworks for docs/what-differs.md.
 
 `python -m tests.support.what_differs` rewrites the table, and a test checks that the table is
 current. The derivative at a kink is a convention. Each row shows the first and second pullback of

@@ -1,6 +1,6 @@
-"""Fast compilation of programs that tests run, and XLA's defaults for programs that they inspect.
+"""Compiles test programs quickly, but with XLA's defaults if a test inspects the program.
 
-JAX also creates an MLIR context for each program, which takes as long as the rest of the lowering
+JAX creates an MLIR context for each program, which takes as long as the rest of the lowering
 of a small program. A context stores only objects that programs can share, so this module uses one
 context for many programs.
 """

@@ -1,4 +1,4 @@
-"""Sweeps that differentiate every function of a framework with every operator of gradtools.
+"""Sweeps differentiate every function of a framework with every operator of gradtools.
 
 A sweep takes its programs from external tables (PyTorch's own operator databases, all of `jax.lax`
 and `jax.numpy`), differentiates each program with every operator, and compares the results with the

@@ -1,4 +1,4 @@
-"""The sweep over all functions of jax.lax, jax.numpy and related modules.
+"""Runs the sweep over all functions of jax.lax, jax.numpy and related modules.
 
 A program is a case of `jax_programs`. All operators are traced into one function for each case,
 which is compiled together with JAX's own derivatives. If an operator raises an error during

@@ -1,4 +1,4 @@
-"""The sweep over PyTorch's tables of operators and modules, with every operator of gradtools.
+"""Runs the sweep over PyTorch's tables of operators and modules with every operator.
 
 Each operator must return PyTorch's own derivative of a program f at x, with a random tangent u and
 a random cotangent v. Second derivatives use g = f + f^2 / 2s (elementwise, where s is the largest
@@ -242,7 +242,7 @@ def _by_defvjp(f: Any) -> Any:
 
 
 def _by_defjvp(f: Any) -> Any:
-    """Return f with a rule by gradtools' jvp; torch.func.jvp fails inside of dual levels."""
+    """Return f with a rule that calls gradtools' jvp; torch.func.jvp fails in dual levels."""
     rule = gt.custom_rule(lambda *xs: f(*xs))
     rule.defjvp(lambda xs, dxs: gt.jvp(f, tuple(xs), tuple(dxs)))
     return rule
@@ -319,7 +319,7 @@ def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[
         try:
             point = Point(program)
             finite = all(x.isfinite().all() for x in (*point.y, *point.cotangent()))
-        except Exception as error:  # an error of PyTorch
+        except Exception as error:  # PyTorch itself may raise an error.
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
@@ -338,7 +338,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
             # gradtools also uses the math kernel, because other kernels have no second derivatives
             with sdpa_kernel(SDPBackend.MATH):
                 expected[name] = getattr(point, name)()
-        except Exception as error:  # an error of PyTorch
+        except Exception as error:  # PyTorch itself may raise an error.
             reasons[name] = str(error)[:100]
     try:
         found = way.run(point)

@@ -1,4 +1,4 @@
-"""The programs of the JAX sweep: a table of arguments for each public function.
+"""Defines the programs of the JAX sweep: arguments for each public function.
 
 The functions are found by walking JAX's namespaces. The table lists the arguments at which each
 function is differentiated, and the names of functions without derivatives. The sweep reports other

@@ -1,4 +1,4 @@
-"""The sweep over all differentiable operations of PyTorch, and tests that it detects errors.
+"""Tests all differentiable operations of PyTorch, and that the sweep detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
 tables. Each entry of `op_db` is tested with one third of gradtools' quick operators, which rotates
@@ -91,7 +91,7 @@ def test_a_missing_conjugate_is_found(monkeypatch):
 
 
 def test_a_frozen_function_that_loses_its_second_derivative_is_found(monkeypatch):
-    def mutant(G):  # returns the linearization of G, which has no second derivative
+    def mutant(G):  # The linearization of G has no second derivative.
         def frozen(*xs):
             ys = G(*(x.detach() for x in xs))
             pushed = gt.linearize(G, *(x.detach() for x in xs))[1]
@@ -129,5 +129,5 @@ def test_the_sweep_leaves_flags_and_random_stream_as_they_were():
     before = torch.get_rng_state()
     assert small("vjp")
     assert torch.equal(before, torch.get_rng_state())
-    # raises an error if the flags are frozen
+    # This assignment raises an error if the flags are frozen.
     torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark

@@ -1,4 +1,4 @@
-"""The programs of the PyTorch sweep: samples from PyTorch's own databases as pure functions.
+"""Makes pure functions from the samples in PyTorch's own databases, for the PyTorch sweep.
 
 `torch.testing._internal` contains the databases: `op_db` (operators), `custom_op_db`
 (`torch.library.custom_op`), `autograd_function_db` (`torch.autograd.Function`) and `module_db`
@@ -26,7 +26,7 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-# number of input entries; larger samples are used only if there is no smaller sample
+# Samples with more input entries are used only if there is no smaller sample.
 _FEW = 600
 _MANY = 20_000
 _LARGE = 1e3  # Samples with larger inputs or gradients are selected last.
@@ -187,7 +187,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
             continue
         try:
             result += _of_sample(entry, number, sample, dtype)
-        except Exception as error:  # an error of the framework
+        except Exception as error:  # PyTorch itself may raise an error.
             why = f"{type(error).__name__}: {error}"[:160]
         if sum(good and size <= _FEW for good, size, _ in result) >= most:
             break

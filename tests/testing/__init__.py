@@ -1,1 +1,1 @@
-"""Tests of gradtools.testing, and faults injected into users' functions."""
+"""Tests gradtools.testing, and faults injected into users' functions."""

@@ -1,4 +1,4 @@
-"""The output and the exit status of `gradtools check`."""
+"""Tests the output and the exit status of `gradtools check`."""
 
 from __future__ import annotations
 

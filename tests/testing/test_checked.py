@@ -1,4 +1,4 @@
-"""Tests of comparisons, skipped comparisons and side effects of `checked` in both frameworks."""
+"""Tests comparisons, skipped comparisons and side effects of `checked` in both frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong derivatives that `checked` must report with operator, argument, line and cause.
+"""Tests that `checked` reports wrong derivatives with operator, argument, line and cause.
 
 The faults come from public programs: autograd.Functions and rules with a wrong derivative, hooks,
 data that leaves the framework, and wrong formulas of PyTorch. The first tables contain programs for
@@ -163,7 +163,7 @@ def norm(xp: Any, x: Any) -> Any:
     return xp.sqrt((x * x).sum())
 
 
-FUNCTIONS = {  # forward and backward
+FUNCTIONS = {  # Each entry contains a forward function and a backward function.
     "Factor": (lambda xp, x: xp.sin(x), lambda xp, g, x: (1.5 * g * xp.cos(x),)),
     "Exchanged": (lambda xp, a, b: a * b, lambda xp, g, a, b: (g * b, g * b)),
     "Rounded": (lambda xp, x: xp.round(x), lambda xp, g, x: (g,)),

@@ -35,7 +35,7 @@ def centred(gt, x):
     return (away / gt.xp.sqrt(gt.xp.mean(away**2, axis=1, keepdims=True))).sum()
 
 
-HEALTHY = {  # the program and its arguments
+HEALTHY = {  # Each entry contains a program and its arguments.
     "a layer": (lambda gt, x, w: gt.xp.tanh(x @ w), X, Y.T),
     "a layer in float32": (lambda gt, x, w: gt.xp.tanh(x @ w), SINGLE, Y.T.astype(np.float32)),
     "a pytree with an integer": (

@@ -1,4 +1,4 @@
-"""Tests of the command `gradtools cross-check`."""
+"""Tests the command `gradtools cross-check`."""
 
 from __future__ import annotations
 

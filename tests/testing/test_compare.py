@@ -1,4 +1,4 @@
-"""Tests of the arguments, comparisons and side effects of `cross_check`."""
+"""Tests the arguments, comparisons and side effects of `cross_check`."""
 
 from __future__ import annotations
 

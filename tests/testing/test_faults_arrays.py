@@ -1,4 +1,4 @@
-"""Tests of every operator with NaN, infinite or large entries, and with empty arrays.
+"""Tests every operator with NaN, infinite or large entries, and with empty arrays.
 
 If one entry is NaN, infinite, very large or very small, all other entries of the result must be
 bitwise unchanged. Operators that do not split a batch must return an array of the same shape for an

@@ -12,7 +12,7 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import changes, everything
 from tests.testing.test_faults import here
 
-THREADS = {"torch": 8, "jax": 3}  # fewer threads for JAX, because each call compiles a program
+THREADS = {"torch": 8, "jax": 3}  # In JAX, each call compiles a program.
 LONG = (
     "frozen",
     "frozen: second order",

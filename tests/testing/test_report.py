@@ -1,4 +1,4 @@
-"""Tests of comparisons, reports and tolerances, and of the imports of gradtools.testing."""
+"""Tests comparisons, reports and tolerances, and the imports of gradtools.testing."""
 
 from __future__ import annotations
 

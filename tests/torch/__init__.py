@@ -1,1 +1,1 @@
-"""Tests of the PyTorch backend only."""
+"""Contains tests of the PyTorch backend only."""

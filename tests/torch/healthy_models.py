@@ -1,4 +1,4 @@
-"""Losses of PyTorch modules for which why_zero reports nothing, and losses with planted bugs.
+"""Defines losses of PyTorch modules without lost gradients, and losses with planted bugs.
 
 A healthy function returns a closure that computes the loss, and the model. An entry for a planted
 bug contains a loss term of the logits, the expected kinds of findings, and a flag that is True if
@@ -91,7 +91,7 @@ for _place in ("attribute", "buffer", "list", "dict"):
 
         def _make(place=_place, detaches=_detaches):
             model = Stateful(place, detaches)
-            model(X)  # a previous forward pass
+            model(X)  # This forward pass stores a state.
             return model
 
         classifier(f"a state in a {_place}{', detached' * _detaches}", _make)

@@ -1,4 +1,4 @@
-"""PyTorch functions that lose gradients, with the kind of each cause, and correct functions."""
+"""Defines PyTorch functions that lose gradients, their causes, and correct functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ cause, healthy = CASES.cause, CASES.healthy
 
 # --- functions of one line --------------------------------------------------------------------
 
-ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind of finding
+ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # grouped by kind of finding
     "detached": {
         "dot_data": lambda x: (x * 2).data.sum(),
         "wrapped_in_a_parameter": lambda x: (nn.Parameter(x * 2) ** 2).sum(),

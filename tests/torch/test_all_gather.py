@@ -1,4 +1,4 @@
-"""Tests of `all_gather` in one process; test_distributed.py tests several processes."""
+"""Tests `all_gather` in one process; test_distributed.py tests several processes."""
 
 from __future__ import annotations
 

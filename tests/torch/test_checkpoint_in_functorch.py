@@ -1,4 +1,4 @@
-"""gt.checkpoint inside and outside of torch.func's transforms, compared with the plain function."""
+"""Compares gt.checkpoint with the plain function inside and outside of torch.func's transforms."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Chunked functions in PyTorch with modules, hooks and transforms, compared with plain loops."""
+"""Compares chunked functions in PyTorch that use modules, hooks or transforms with plain loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pitfalls of chunked gradients in PyTorch, compared with the plain loop over chunks.
+"""Compares chunked gradients with the plain loop over chunks for common pitfalls in PyTorch.
 
 `tests/torch/replay_programs.py` contains programs with state and random numbers.
 """

@@ -1,4 +1,4 @@
-"""The overhead of gradtools in PyTorch in numbers of operations and saved bytes."""
+"""Tests the overhead of gradtools in PyTorch in numbers of operations and saved bytes."""
 
 from __future__ import annotations
 

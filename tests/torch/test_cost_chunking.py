@@ -1,4 +1,4 @@
-"""Costs of `chunked` in PyTorch: counted floating-point operations and live bytes."""
+"""Tests costs of `chunked` in PyTorch: floating-point operations and live bytes."""
 
 from __future__ import annotations
 

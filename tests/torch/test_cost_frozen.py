@@ -1,4 +1,4 @@
-"""Costs of second derivatives through `frozen` in PyTorch: counted operations and live bytes."""
+"""Tests costs of second derivatives through `frozen` in PyTorch: operations and live bytes."""
 
 from __future__ import annotations
 

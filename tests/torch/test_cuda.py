@@ -1,4 +1,4 @@
-"""Scenarios that need a GPU (tests/support/gpu.py); they run if PyTorch supports CUDA here.
+"""Runs scenarios that need a GPU (tests/support/gpu.py) if PyTorch supports CUDA here.
 
     python -m pytest tests/torch/test_cuda.py -rs
 

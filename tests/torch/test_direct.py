@@ -1,4 +1,4 @@
-"""Results and numbers of Python calls of eager custom rules on the fast path.
+"""Tests eager custom rules on the fast path: results and numbers of Python calls.
 
 The first calls of a rule use the slow path, so each test first calls the rule several times.
 """

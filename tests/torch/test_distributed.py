@@ -1,4 +1,4 @@
-"""Chunked functions and `all_gather` in several processes, compared with one process.
+"""Compares chunked functions and `all_gather` in several processes with one process.
 
 Each group of processes is started only once. Every check runs in all processes of a group, and the
 test compares the results. A process that hangs is terminated and fails the test.
@@ -22,7 +22,7 @@ from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
-SECONDS = 100  # on a busy machine four processes start in forty seconds
+SECONDS = 100  # On a busy machine, four processes need forty seconds to start.
 WORLDS = (2, pytest.param(4, marks=pytest.mark.slow))
 ROWS = 5  # rows of the batch in each process
 CHECKS: dict[str, Callable[[int, int], Any]] = {}

@@ -1,4 +1,4 @@
-"""Faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
+"""Tests faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ AROUND = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "the default dtype": lambda: Flag(lambda: torch.float32, set_double),
     "one thread in autograd": lambda: torch.autograd.set_multithreading_enabled(False),
-    # a device that exists on every machine and whose tensors store no values
+    # The meta device exists on every machine, and its tensors store no values.
     ELSEWHERE: lambda: torch.device("meta"),
 }
 

@@ -1,4 +1,4 @@
-"""Frozen functions in PyTorch: kernels without forward mode, state, parameters and engines."""
+"""Tests frozen functions in PyTorch: kernels without forward mode, state and parameters."""
 
 from __future__ import annotations
 

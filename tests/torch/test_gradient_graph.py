@@ -1,4 +1,4 @@
-"""Tests of names, in-place writes, side effects and Functions in gradient graphs of PyTorch."""
+"""Tests names, in-place writes, side effects and Functions in gradient graphs of PyTorch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rules and edits that return their input, followed by in-place writes.
+"""Tests rules and edits that return their input, followed by in-place writes.
 
 The output has its own memory. Therefore each program must return the same number as PyTorch's
 reverse mode for the identity `x.clone()`. Only a rule that has saved its input may raise an error,

@@ -1,4 +1,4 @@
-"""Training through a Jacobian-vector product, as in MeanFlow, with common training setups.
+"""Tests training through a Jacobian-vector product, as in MeanFlow, with common setups.
 
 The expected values come from the same loss with the math kernel in float64, where finite
 differences replace the tangent. The tests vary the kind of attention, `gt.checkpoint`, the

@@ -1,4 +1,4 @@
-"""Gradient graphs of existing tensors, which gradtools reads from autograd's graph."""
+"""Tests gradient graphs of existing tensors, which gradtools reads from autograd's graph."""
 
 import pytest
 import torch

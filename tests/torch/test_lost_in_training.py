@@ -1,4 +1,4 @@
-"""Lost gradients in PyTorch training: losses with planted bugs, compared with plain steps."""
+"""Tests reports of lost gradients in PyTorch training, and compares them with plain steps."""
 
 from __future__ import annotations
 

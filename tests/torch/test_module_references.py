@@ -1,4 +1,4 @@
-"""Gradients of parameters to which f also refers without the module in its arguments."""
+"""Tests gradients of parameters to which f also refers without its module argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator on a simulated device other than the CPU, which `other_device.py` provides."""
+"""Tests every operator on a simulated device, which `other_device.py` provides."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ OF_THE_HOST = {"asarray", "random_key", "split_key"}
 WAITS = {  # The number of host synchronizations in a second call.
     "asarray": 1,  # This `Use` converts its argument with `to_numpy`.
     "to_numpy": 1,
-    # copies the operands of the kernel and the operands of its pullback
+    # The operands of the kernel and of its pullback are copied to the host.
     "host_function: kernel": 3,
     "host_function: bwd": 3,
-    "chunked: compared at each pass": 2,  # One synchronization per chunk.
+    "chunked: compared at each pass": 2,  # Each chunk needs one synchronization.
     # Operators that read numbers on the host.
     "implicit_solution: F": 4,
     "implicit_solution: solve": 4,

@@ -1,4 +1,4 @@
-"""Tests of gradients, memory, state, threads and errors in recomputation in the backward pass.
+"""Tests gradients, memory, state, threads and errors when the backward pass recomputes f.
 
 The reference is the plain call or the plain loop over chunks in float64.
 """

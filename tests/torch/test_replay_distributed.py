@@ -1,4 +1,4 @@
-"""FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
+"""Tests FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
 
 The reference is the same wrapper around the plain loop over chunks. The results of a program must
 be right, or gradtools must raise its own error in every process.
@@ -101,7 +101,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
     ),
 }
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    # An operator of gradtools and its plain version.
+    # Each entry contains an operator of gradtools and its plain version.
     "chunked": (
         lambda f: gt.chunked(f, 2),
         lambda f: lambda x: torch.cat([f(part) for part in x.split(2)]),

@@ -1,4 +1,4 @@
-"""Requirements on custom rules in PyTorch, compared with the documented autograd.Function.
+"""Compares custom rules in PyTorch with the documented autograd.Function.
 
 A program calls an autograd.Function as in PyTorch's documentation, or a `custom_rule` with the same
 formulas. The Function computes the expected result. Programs for which custom_rule deliberately
@@ -302,7 +302,7 @@ def test_a_rule_does_what_a_function_does(name, given):
         if program.name not in FORWARD or name in FORWARD_EXCEPTIONS:
             pytest.skip(FORWARD_EXCEPTIONS.get(name, "the program has no forward rule"))
         ours = FORWARD[program.name]
-    for _ in range(3):  # the first call, and calls that use the caches of earlier calls
+    for _ in range(3):  # later calls use the caches of the first call
         found = outcome(program, ours)
         if isinstance(expected, type):
             assert found is expected

@@ -1,4 +1,4 @@
-"""Tests of workarounds for upstream bugs in rules, and of rules that contain derivatives."""
+"""Tests workarounds for upstream bugs in rules, and rules that contain derivatives."""
 
 from __future__ import annotations
 

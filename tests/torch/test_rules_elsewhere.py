@@ -1,4 +1,4 @@
-"""Custom rules outside of plain eager code: export, dynamic shapes, threads, subclasses."""
+"""Tests custom rules outside of plain eager code: export, dynamic shapes, threads, subclasses."""
 
 from __future__ import annotations
 

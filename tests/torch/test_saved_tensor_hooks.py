@@ -1,4 +1,4 @@
-"""Derivatives inside of saved-tensor hooks, compared with derivatives without hooks."""
+"""Compares derivatives inside of saved-tensor hooks with derivatives without hooks."""
 
 from __future__ import annotations
 

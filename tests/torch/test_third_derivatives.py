@@ -1,8 +1,7 @@
-"""Third derivatives of normalizations, in which PyTorch omits a term.
+"""Tests third derivatives of normalizations, from which PyTorch omits a term.
 
-(torch#175754, torch#186256)
-
-The reference is the same normalization, computed by plain operations.
+The issues are torch#175754 and torch#186256. The reference is the same normalization, computed by
+plain operations.
 """
 
 import pytest

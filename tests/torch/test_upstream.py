@@ -18,7 +18,7 @@ def _x() -> Tensor:
     return torch.tensor([1.0, 2.0], requires_grad=True)
 
 
-backwards: list = []  # nodes recorded in the backward of Double
+backwards: list = []  # The backward of Double records nodes here.
 
 
 class Double(torch.autograd.Function):

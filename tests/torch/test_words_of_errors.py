@@ -113,7 +113,7 @@ def test_an_f_that_leaves_through_numpy_is_told_so():
     assert isinstance(error, GradtoolsError) and "converts a tensor with numpy()" in str(error)
 
 
-# by part of the error message: functions of (w, x) that run on one example but not under vmap
+# The keys are parts of error messages; the functions of (w, x) do not run under vmap.
 UNMAPPED = {
     "is not possible because there exists": lambda w, x: (
         torch.zeros(3, dtype=x.dtype).scatter_(0, torch.tensor([1]), x[:1]) * w

@@ -1,4 +1,4 @@
-"""Training losses in PyTorch with planted bugs, for `tests/torch/test_lost_in_training.py`.
+"""Defines PyTorch training losses with planted bugs, for tests/torch/test_lost_in_training.py.
 
 Each entry creates a `Loop` with a model, an optimizer and a loss. The expected findings are checked
 without gradtools: plain optimizer steps determine which parameters do not change.
@@ -192,7 +192,7 @@ def plain_list():
 @planted({"scale": "unregistered"})
 def scaled_parameter():
     model = Net()
-    # the result of an operation, which is not a parameter
+    # The product is the result of an operation, not a parameter.
     model.scale = nn.Parameter(torch.ones(3)) * 0.1
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 

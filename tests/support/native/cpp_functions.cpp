@@ -1,5 +1,5 @@
-// x^3 by torch::autograd::Functions of C++: one that is right at any order, and two whose gradient
-// loses its derivative: under NoGradGuard, and from a detached tensor.
+// Defines x^3 by three C++ torch::autograd::Functions. One is right at any order. The gradients of
+// the other two have no derivative, because of a NoGradGuard and because of a detached tensor.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>

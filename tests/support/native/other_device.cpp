@@ -1,9 +1,9 @@
-// A device that is not the CPU, on any machine: PyTorch's PrivateUse1 with the host's memory.
+// Simulates a device other than the CPU on any machine: PyTorch's PrivateUse1 in host memory.
 //
-// Every kernel is the CPU's, run on aliases of the device's memory; what a GPU would refuse is
-// refused: operands of two devices, a generator of another device, the host's pointer of an array.
-// What a GPU would wait for is counted: each copy to the host and each number that is read.
-// Autograd runs the nodes of such a device in a thread of their own, as it does for CUDA.
+// CPU kernels run on aliases of the device's memory. As on a GPU, operands on two devices, a
+// generator of another device, and host pointers to arrays raise an error. The device counts host
+// synchronizations: each copy to the host and each number that the host reads. As for CUDA,
+// autograd runs the nodes of this device in a separate thread.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -32,8 +32,8 @@ namespace {
 
 std::atomic<int64_t> waits{0};
 std::atomic<bool> refused{false};
-thread_local c10::StreamId standing = 0;  // the stream of this thread
-std::atomic<c10::StreamId> expected{-1};  // that on which all is to run; -1: none
+thread_local c10::StreamId standing = 0;  // The current stream of this thread.
+std::atomic<c10::StreamId> expected{-1};  // The expected stream of all kernels, or -1.
 std::atomic<int64_t> strays{0};
 
 void wait(const char* what) {
@@ -87,7 +87,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-struct Random final : c10::GeneratorImpl {  // a stream of its own, drawn by the CPU's generator
+struct Random final : c10::GeneratorImpl {  // Draws numbers with a separate CPU generator.
   at::Generator inner;
   explicit Random(at::Generator g)
       : GeneratorImpl(c10::Device(OTHER, 0), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -132,11 +132,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// --- every kernel, by the CPU's ----------------------------------------------------------------
+// --- CPU kernels on the memory of the device ---------------------------------------------------
 
 bool other(const Tensor& x) { return x.defined() && x.device().type() == OTHER; }
 
-Tensor on_host(const Tensor& x) {  // the same memory under the CPU's name
+Tensor on_host(const Tensor& x) {  // Returns a CPU tensor that shares the memory of x.
   auto cpu = x.options().device(at::kCPU);
   if (!x.numel()) return at::empty_strided(x.sizes(), x.strides(), cpu);
   auto made = at::from_blob(const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(), cpu);
@@ -153,7 +153,7 @@ Tensor fresh(const Tensor& cpu) {
 
 struct Call {
   const c10::OperatorHandle& op;
-  std::vector<std::pair<Tensor, Tensor>> known;  // the device's arrays and their aliases
+  std::vector<std::pair<Tensor, Tensor>> known;  // The tensors of the device and their CPU aliases.
   std::vector<Tensor> foreign;
 
   std::string name() const { return op.schema().name(); }
@@ -179,7 +179,7 @@ struct Call {
     return fresh(x);
   }
 
-  void resized() {  // empty outputs, which a kernel gave their shape
+  void resized() {  // Resizes outputs whose shape a kernel has changed.
     for (auto& [device, cpu] : known) {
       if (device.sizes() == cpu.sizes()) continue;
       device.resize_(cpu.sizes());
@@ -241,7 +241,7 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     (*stack)[i] = mapped((*stack)[i], [&](const Tensor& x) { return call.out(x); });
 }
 
-// --- what has no kernel of the CPU's, or must not be copied ------------------------------------
+// --- operations without a CPU kernel, and operations that must not copy ------------------------
 
 Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,

@@ -154,7 +154,8 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
-        _check_x_first(name, x, "scale", scale)
+        if isinstance(x, (float, int)):
+            _check_x_first(name, x, "scale", scale)
         if sign < 0 and isinstance(scale, (float, int, np.number)) and scale < 0:
             raise GradtoolsError(
                 f"{name}: scale is {scale}; it must not be negative. For a factor of either sign "
@@ -248,7 +249,8 @@ class Edits(Operators):
         """
         if max_norm is max_value is None:
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
-        _check_x_first("clip_gradient", x, "max_norm", max_norm)
+        if isinstance(x, (float, int)):
+            _check_x_first("clip_gradient", x, "max_norm", max_norm)
         backend = self._backend
         bounds = max_norm, max_value
         kinds = (
@@ -440,8 +442,8 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_x_first(name: str, x: Any, option: str, given: Any) -> None:
-    """Raises an error if x is a number and an option is an array with axes."""
-    if isinstance(x, (int, float)) and getattr(given, "shape", ()) != ():
+    """Raises an error if the option of an edit of a number x is an array with axes."""
+    if getattr(given, "shape", ()) != ():
         raise GradtoolsError(
             f"{name}: x is the number {x} and {option} is {shown(given)}; x comes first: "
             f"{name}(x, {option})."

@@ -156,8 +156,8 @@ _TABLE = {  # for each port: side, old text, new text, cause, lines
         ("jax", "jnp.tanh(y) * y", "jnp.tanh(y)", "x * y in torch, y in jax"),
     ],
     "norm": [
-        ("jax", _MEAN, _ITS, "0.9 x in torch, 0.1 x in jax: a weight and its compl"),
-        ("torch", _MEAN, _ITS, "0.1 x in torch, 0.9 x in jax: a weight and its compl"),
+        ("jax", _MEAN, _ITS, "0.9 x in torch, 0.1 x in jax: the factors add up"),
+        ("torch", _MEAN, _ITS, "0.1 x in torch, 0.9 x in jax: the factors add up"),
         ("jax", "jnp.sqrt(v + 1e-5)", "(jnp.sqrt(v) + 1e-5)", _JAX_OUTSIDE),
         ("torch", "torch.sqrt(v + 1e-5)", "(torch.sqrt(v) + 1e-5)", _TORCH_OUTSIDE),
         ("jax", "ddof=0", "ddof=1", "var(x) over (0,) in torch, var(x, ddof=1) over"),

@@ -151,7 +151,7 @@ class Chunks:
             if holds and all(kind == _SHARED for kind, _ in places):
                 containers.append(i)
         plans, lists = list[list[ArgumentPlan]](), list[list[Any]]()
-        for rows in cut.rows:  # slices of lists follow the pieces of arrays
+        for rows in cut.rows:  # slices of lists have the positions after the arrays
             own, of_lists = list(plan), list[Any]()
             for i, flat in enumerate(every):
                 if flat.is_list:

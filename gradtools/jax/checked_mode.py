@@ -166,9 +166,10 @@ class HeldProgram(CheckedProgram):
     def _recomputes(self, e: Any, args: list[Any]) -> bool:
         """Returns whether the stopped operands of an equation are recomputed.
 
-        The rule of `custom_linear_solve` differentiates the matrix and never the solver, for
-        example its LU factors. The solver's operands are therefore recomputed if the matrix is
-        differentiated. Other rules may treat a stopped operand as fixed or recomputed.
+        The rule of `custom_linear_solve` differentiates with respect to the matrix, and never with
+        respect to the solver's operands, such as LU factors. These operands are therefore
+        recomputed if the matrix is differentiated. Other rules may treat a stopped operand as fixed
+        or recomputed.
         """
         if e.primitive.name == "custom_linear_solve":
             return any(map(_is_differentiable, args[: e.params["const_lengths"].matvec]))

@@ -1,7 +1,7 @@
 """Writes call trees into docs/architecture.md: the modules that run in a call of an operator.
 
 python -m tests.support.walks            # writes the trees into the page
-python -m tests.support.walks --counts   # prints the calls, files and changes of file of each walk
+python -m tests.support.walks --counts   # prints the numbers of calls and files in each walk
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def walked(name: str, backend: str) -> str:
 
 
 def counted(name: str, backend: str) -> Count:
-    """Count the calls, files and changes of file in the call tree of one operator."""
+    """Count the calls, the files and the calls into another file in one operator's call tree."""
     rooms: list[str] = []
     _walk(name, backend, lambda room, frame: rooms.append(room))
     changes = sum(a != b for a, b in pairwise(rooms))

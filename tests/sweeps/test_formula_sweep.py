@@ -74,7 +74,7 @@ def _of_torch(group):
 
 
 def _faults(found):
-    """Return a dict of the errors whose cause is not f, by name of the function."""
+    """Return the errors that f does not cause, as a dict with the functions' names as keys."""
     own = lambda said: said == "agrees" or any(re.search(text, said) for text in OWN_DOING)
     return {name: said for name, said in found.items() if not own(said)}
 

@@ -30,10 +30,10 @@ class SeeingOperators(Operators):
     ) -> GradientReport:
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        Findings are: an argument or parameter that has no gradient, or whose gradient is zero, NaN
-        or infinite at these values; a scalar summand of the loss that depends on the arguments only
-        through operations without a derivative (``.item()``, a comparison, an argmax); a gradient
-        edit (such as `clip_gradient`) that passes no gradient to any leaf. Each finding contains a
+        The report lists arguments and parameters that have no gradient, or whose gradient is zero,
+        NaN or infinite at these values. It also lists scalar summands of the loss that depend on
+        the arguments only through operations without a derivative (``.item()``, a comparison, an
+        argmax), and gradient edits that pass no gradient to any leaf. Each finding contains a
         source line, the kind of lost gradient and a suggested fix. A summand whose whole gradient
         is stopped by `detach`, `stop_gradient` or `no_grad` is reported as a note. A `detach` or
         `stop_gradient` on one part of an array that is otherwise differentiated (as in

@@ -423,7 +423,7 @@ def picture(over: dict[str, list[int]], measured: dict[str, Measured]) -> None:
         left.set_title(f"{framework}: memory over the number of chunks")
         right.set(xscale="log", xlabel="peak, MB", ylabel=f"time over {BY_HAND}")
         right.axhline(1, color="grey", linewidth=0.5)
-        right.set_title(f"{framework}: time over memory, {COUNT} chunks")
+        right.set_title(f"{framework}: time against memory, {COUNT} chunks")
         left.legend(fontsize=7)
         right.legend(fontsize=7)
     figure.savefig(HERE / "results" / "chunked.svg", metadata={"Date": None})

@@ -63,13 +63,14 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "8 Hessian products": "one more backward pass, which transposes the gradient",
     "`hvp` of a module": "the same as `value_and_grad(module)`",
     "a Gauss-Newton": "f is evaluated for each of the two linear maps",
-    "`mixed_partial`": "a dual number has one tangent, so G runs with a tangent (2 passes of work) "
-    "for each of 4 directions, from the same random state; no graph of G is kept",
+    "`mixed_partial`": "a dual number has one tangent, so G is evaluated in forward mode for each "
+    "of the 4 directions, at about twice the cost of G, from the same random state; no graph of G "
+    "is stored",
     "forward Jacobian": "arguments and outputs are checked",
-    "per-example": "the gradients of 64 examples are computed and stored; norms alone need no "
-    "storage",
-    "`formula`": "f runs five times: once to record it, and four times to compare it with the "
-    "formula, at three random points and at the arguments",
+    "per-example": "the gradients of 64 examples are computed and stored; their norms "
+    "alone need no such storage",
+    "`formula`": "f is evaluated five times: once to record it, and four times to compare it with "
+    "the formula (at three random points and at the arguments)",
     "JAX: trace of a `clip": "a norm that cannot overflow, and that preserves NaN and zero",
     "JAX: trace of a rule": "fwd is traced separately and then inlined; outputs and cotangents "
     "pass through primitives, which define the derivatives of every order",
@@ -81,7 +82,7 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "eager JAX: the gradient of 50": "the maps of each rule are traced and compiled separately",
     "JAX: trace and lowering": "rules and frozen functions are primitives, which are lowered "
     "separately",
-    "JAX: `chunked`": "the scan, which `jax.checkpoint` traces",
+    "JAX: `chunked`": "`jax.checkpoint` traces the scan",
 }
 
 

@@ -492,10 +492,10 @@ def report(cells: list[Cell]) -> str:
         f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, width "
         f"{CODES['transformer'][2]}, and attention by plain products. The peak is the memory of "
         "live storages in PyTorch, and the temporaries of the compiled program in JAX. The work "
-        "counts products and convolutions, including the work of f. Times are medians of ratios "
-        f"of CPU seconds over {LEAST} to {MOST} rounds ({LEAST} if they take {SECONDS} s). Each "
-        "round runs each method once, in an order that rotates. A dash marks a cell that was "
-        "not measured.",
+        "counts products and convolutions, including the work of f. A time is the median "
+        "ratio of CPU seconds to double backward. Each round runs each method once, in an order "
+        f"that rotates; there are at least {LEAST} rounds and at most {MOST}, and no further round "
+        f"after {SECONDS} s. A dash marks a cell that was not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]

@@ -107,7 +107,7 @@ import models
 X = np.random.default_rng(0).normal(size=(5, 4))
 LINES = {
     "activation": ("h = F.silu", "h = act"),
-    "residual": ("h = self.norm(h) + h", "y = m.last(h)"),  # uses the h without a term
+    "residual": ("h = self.norm(h) + h", "y = m.last(h)"),  # reads h, which lacks the term
     "scale": ("return F.softplus", "y = 2 * y"),
     "stop": ("y.detach()", "shift.mean()"),
     "axis": ("y.detach().mean()", "shift.mean(0)"),

@@ -229,7 +229,7 @@ PICTURES = (
     ),
     Picture(
         "sinh_lost",
-        "Sinh, and its second gradient is lost",
+        "Sinh: the second gradient is lost",
         "The rule saves two exponentials on `ctx` without a graph to x. PyTorch therefore returns "
         "None for the second gradient, and the picture contains no second gradient.",
         lambda x: SinhLost.apply(x),
@@ -238,7 +238,7 @@ PICTURES = (
     ),
     Picture(
         "sinh",
-        "Sinh, fixed",
+        "Sinh: the rule is corrected",
         "The exponentials are additional outputs of the rule, and the second gradient flows "
         "through the cotangents of these outputs.",
         lambda x: Sinh.apply(x)[0],

@@ -1,4 +1,4 @@
-"""Defines PyTorch functions that lose gradients, their causes, and correct functions."""
+"""Defines PyTorch functions that lose gradients, by cause, and functions that lose none."""
 
 from __future__ import annotations
 

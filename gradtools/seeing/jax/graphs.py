@@ -77,7 +77,7 @@ class _Place:
 
 
 class _JaxprReader:
-    """Converts jaxprs to graphs; a jaxpr that one line calls several times is converted once."""
+    """Converts jaxprs to graphs; a jaxpr is converted once for each place that calls it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # keys contain ids of jaxprs

@@ -121,7 +121,7 @@ class SharedState(nnx.Module):
 class Kind:
     make: Any
     library: str
-    batched: bool = False  # Whether the module takes a batch of examples.
+    batched: bool = False  # Whether the module accepts a batch of examples.
     changes: bool = False  # Whether a call changes the module.
 
     def loss(self, module, x):

@@ -131,7 +131,7 @@ def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
-    """Returns (jaxpr, True) for the program, or (jaxpr, False) for the next value that is needed."""
+    """Returns (jaxpr, True) for the program, or (jaxpr, False) for the next required value."""
     complete = True
 
     def answering(*inner: Any) -> Any:

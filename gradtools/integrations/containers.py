@@ -59,7 +59,7 @@ class OpenedTree:
 
     @property
     def num_leaves(self) -> int:
-        """The number of leaves, including leaves inside of containers."""
+        """Returns the number of leaves, including leaves inside of containers."""
         inner = sum(node.treedef.num_leaves for _, node in self.nodes)
         return self.treedef.num_leaves - len(self.nodes) + inner
 
@@ -96,8 +96,8 @@ class Containers:
         flatten: The framework's function that returns the leaves and the structure of a tree.
         unflatten: The framework's function that builds a tree from a structure and leaves.
         leaf_paths: The framework's function that returns the path of each leaf as text.
-        is_array: Whether a leaf is an array.
-        is_whole: Whether a container remains a single leaf even if it contains arrays.
+        is_array: Returns whether a leaf is an array.
+        is_whole: Returns whether a container remains a single leaf even if it contains arrays.
     """
 
     framework: str

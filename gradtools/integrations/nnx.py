@@ -142,8 +142,8 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
 class Stateful:
     """A function f, with the state of its modules as flat arrays before and after a call.
 
-    A call gets copies of the modules in its arguments, which were flattened as pytrees, so that a
-    variable to which two modules refer was copied twice. The variable is shared again in the call.
+    The modules in the arguments of a call are copies. If two modules refer to the same variable,
+    the variable was copied twice, and the call replaces the two copies by one.
 
     Attributes:
         leaves: The current state of the user's modules.
@@ -179,7 +179,7 @@ class Stateful:
         return out
 
     def write(self, leaves: Sequence[Array]) -> None:
-        """Writes the leaves that the calls changed to the user's modules.
+        """Updates the user's modules with the leaves that the calls changed.
 
         Args:
             leaves: The leaves of the whole state.
@@ -212,7 +212,7 @@ class Stateful:
         return args, self._unique(variables)
 
     def _unique(self, variables: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the variables that are not parameters, each once."""
+        """Returns the variables that are not parameters, without repetition."""
         return tuple({id(x): x for x in variables if not isinstance(x, nnx.Param)}.values())
 
     def _state(self, modules: Any) -> Any:
@@ -225,7 +225,7 @@ class Stateful:
 
 
 def _modules(x: Any) -> list[Any]:
-    """Returns the nnx modules and variables in a function or a container, each once."""
+    """Returns the nnx modules and variables in a function or a container, without repetition."""
     return held_in(x, (nnx.Pytree, nnx.Variable))
 
 

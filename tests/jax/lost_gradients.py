@@ -1,4 +1,4 @@
-"""Defines JAX functions that lose gradients, their causes and lines, and correct functions."""
+"""Defines JAX functions that lose a gradient, and functions that lose none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Defines programs that test recomputation in JAX under difficult conditions.
 
-Each program takes `chunked` or the plain loop over chunks below and returns a pytree of arrays:
-values, gradients and the state of the host afterwards. Both versions must agree, or gradtools must
-raise its own error.
+Each program is called with an operator, such as `chunked`, and with its reference in `PLAIN`, and
+returns a pytree of arrays: values, gradients and the final state of the host. The two results must
+agree, or the operator must raise an error.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def both(f: Any, *args: Any) -> Any:
 
 
 class Counter:
-    """Host state of a callback whose result depends on the inputs of its earlier calls.
+    """A callback that returns how often it has been called with the same input.
 
     The results do not depend on the order of calls, which XLA does not guarantee.
     """

@@ -40,7 +40,7 @@ def single(request) -> Target:
 
 # --- costs -----------------------------------------------------------------------------------
 
-# Operators whose costs differ from handwritten code: clip_gradient avoids overflow in the norm,
+# Operators that cost more or less than handwritten code: clip_gradient avoids overflow in the norm,
 # straight_through has one fewer subtraction, chunked stores the index of each chunk, and
 # microbatched_value_and_grad weights chunks and adds bfloat16 gradients in float32.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched_value_and_grad")
@@ -69,7 +69,7 @@ def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(t
     # gradients of parameters are accumulated in float32
     sums = 4 * ahead.LAYERS * ahead.FEATURES**2
     for count, found in costs.items():
-        # These are outputs, cotangents, and a float32 batch, which a TPU rounds to bfloat16.
+        # the bytes of outputs, cotangents, and a float32 batch, which a TPU rounds to bfloat16
         outputs = 3 * count * rows
         alone, ours = found["one chunk alone"], found["chunked"]
         if target.platform == TPU:
@@ -99,7 +99,7 @@ def test_frozen_needs_the_same_at_any_depth(target):
         found = ahead.uses(target, n)
         weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
         rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
-        # Memory contains one graph of G, and the gradients and cotangents of all calls of G.
+        # The residuals of one call of G, and the gradients and cotangents of all calls, are stored.
         one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows
         assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
     assert found["double backward"].temporaries > 8 * found["frozen"].temporaries

@@ -72,7 +72,7 @@ def second(loss, *args):
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
-    """The chunks are 4, 4, 4 and 3 examples; the second and third run in one scan."""
+    """The chunks contain 4, 4, 4 and 3 examples; the second and third run in one scan."""
     x = jnp.arange(15.0)
     run = gt.chunked(jnp.sin, 4, interleaved=True)
     same(run(x), jnp.sin(x))
@@ -80,7 +80,7 @@ def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
 
 
 def meeting(w, x):
-    """The examples of a chunk interact, so the result depends on which examples it contains."""
+    """Return rows that each depend on all examples of the chunk."""
     return jnp.sin(x @ w) * jnp.cos(x @ w).sum(0)
 
 
@@ -132,7 +132,7 @@ def test_a_list_of_equal_examples_is_scanned(interleaved):
 
 
 def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
-    """The chunks are 2, 2, 2 and 1 examples, of which the second and third have equal shapes."""
+    """The chunks contain 2, 2, 2 and 1 examples; only the second and third have equal names."""
     names, x = ["a", "bb", "bb", "bb", "a", "bb", "bb"], jnp.arange(7.0)
     f = lambda names, x: jnp.sin(x) * jnp.asarray([float(len(name)) for name in names])
     run = gt.chunked(f, 2, interleaved=True)
@@ -241,7 +241,7 @@ def test_f_is_traced_once_for_each_shape_and_never_again(chunk_size, options, tr
     step(W, X)
     assert f.calls == traces
     step(2 * W, X + 1)
-    assert f.calls == traces  # if f is traced again, the cache of jit has another entry
+    assert f.calls == traces  # the second call of step does not trace f
 
 
 # --- progress bars and messages ------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Eager operators compile a program only once, even with different closed-over arrays."""
+"""Tests that eager operators reuse compiled programs, and that values that f reads may change."""
 
 from __future__ import annotations
 

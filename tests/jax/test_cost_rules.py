@@ -34,7 +34,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def cost(f, *args, options=QUICK):
-    """Count the operations and bytes of the compiled f with XLA."""
+    """Return XLA's counts of the operations and bytes of the compiled f."""
     program = jax.jit(f).lower(*args).compile(options)
     found, memory = program.cost_analysis(), program.memory_analysis()
     return Cost(

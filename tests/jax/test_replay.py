@@ -50,7 +50,7 @@ def test_modules_stand_as_before_after_an_exception() -> None:
 
 
 def _first_slope_and_second(remade: Any, x: Any, write: bool) -> Any:
-    """Return derivatives for NumPy arrays that are overwritten before each pullback runs."""
+    """Return derivatives; if `write` is set, overwrite NumPy arrays before the pullbacks run."""
     a, b = (np.linspace(start, 3.0, 6).astype(x.dtype) for start in (1.0, 2.0))
     run = remade(lambda x, b: jnp.sin(x * a) * b)
     slope = lambda x: jax.vjp(lambda x: run(x, b), x)[1](jnp.ones_like(x))[0]

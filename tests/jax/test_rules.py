@@ -187,7 +187,7 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
 
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):
-    """Under check_vma, jax.custom_vjp requires the psum that bwd calls if `is_summed` is True."""
+    """`jax.custom_vjp` requires a psum in this bwd; a custom_rule works with and without it."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = lambda w, x: jnp.sin(w * x)

@@ -23,7 +23,7 @@ RNG = np.random.default_rng(3)
 
 
 def real(*shape):
-    """Return normal random numbers away from the kinks at 0, with no two entries equal."""
+    """Return distinct random numbers with absolute values of at least 0.2, away from kinks at 0."""
     x = RNG.normal(size=shape)
     return np.asarray(x + 0.2 * np.sign(x))
 
@@ -120,7 +120,7 @@ ROWS = rows(TABLE)
 
 
 def model(module, x, **options):
-    """Return a flax.linen module as a function of its parameters and its input."""
+    """Return a flax.linen module as a function, and its arguments: the parameters and x."""
     shapes = jax.eval_shape(partial(module.init, **options), KEY, x)
     variables = jax.tree.map(lambda s: positive(*s.shape), shapes)
     params = variables.pop("params")
@@ -140,7 +140,7 @@ class Block(linen.Module):
 
 
 def of_nnx():
-    """Return a flax.nnx module as a function of its state and its input."""
+    """Return a flax.nnx module as a function, and its arguments: the state and an input."""
     layers = nnx.Sequential(
         nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.LayerNorm(4, rngs=nnx.Rngs(0))
     )

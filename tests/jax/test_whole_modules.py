@@ -121,7 +121,7 @@ class SharedState(nnx.Module):
 class Kind:
     make: Any
     library: str
-    batched: bool = False  # Whether the module takes a batch of examples.
+    batched: bool = False  # Whether the module accepts a batch of examples.
     changes: bool = False  # Whether a call changes the module.
 
     def loss(self, module, x):
@@ -171,7 +171,7 @@ def directions(leaves, seed=1):
 
 
 def tangent_of(kind, module, leaves):
-    """Return the arrays as a tangent of the module, which is a module or an nnx State."""
+    """Return the module with `leaves` in place of its parameters, for use as a tangent."""
     _, rebuild = kind.split(module)
     return rebuild(leaves)
 
@@ -210,7 +210,7 @@ def gradient(kind, m):
 
 
 def with_gradient(f, kind, m):
-    wanted = gradient(kind, m)  # The reference is first, because f may change m.
+    wanted = gradient(kind, m)  # Computed first, because f may change m.
     return f(kind, m), wanted
 
 

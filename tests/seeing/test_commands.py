@@ -44,7 +44,7 @@ PROGRAM = """
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, backend_name):
-    """Write a module `written` in one framework and a module `neutral` in the working directory."""
+    """Write a module `written`, which uses a framework, and a module `neutral`, which uses none."""
     text = HEAD[backend_name] + textwrap.dedent(PROGRAM)
     (tmp_path / "written.py").write_text(text)
     (tmp_path / "neutral.py").write_text("def double(x):\n    return x + x\n")

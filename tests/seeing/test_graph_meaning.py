@@ -2,8 +2,8 @@
 
 Each row of the table is one operation of the formula vocabulary in both frameworks. A NumPy
 interpreter evaluates the graph from the operation names and attributes, and the result must equal
-the result of the framework. This detects swapped operands and missing or wrong numbers, axes and
-exponents.
+the result of the framework. The comparison detects swapped operands, and missing or wrong numbers,
+axes and exponents.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from gradtools.seeing.formulas.expressions import evaluate, kind_of, placeholder
 from gradtools.seeing.formulas.words import made
 from gradtools.seeing.graphs.attributes import is_number
 
-# The operation, a program in PyTorch and a program in JAX (empty if JAX has no such operation). x
+# The operation, a PyTorch program and a JAX program (empty if the framework lacks the operation). x
 # and y are 3×4 with distinct positive entries, w is 4×4, v has 4 entries, and z is complex.
 TABLE = """
 add              ; x + y                               ; x + y
@@ -163,7 +163,7 @@ DTYPES = {"f": "float64", "c": "complex128", "i": "int64", "u": "int64", "b": "b
 
 
 def computed(graph, given):
-    """Evaluate a graph in NumPy from the names of its operations."""
+    """Evaluate a graph in NumPy from the names and attributes of its operations."""
     values = dict(zip(graph.inputs, given, strict=True))
     for v in graph.captured:
         name = graph.values[v].name

@@ -215,7 +215,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """Returns the source line of the definition of f, or of its forward method if f is a module."""
+    """Returns the source line of the definition of f, or of its `forward` or `__call__` method."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):

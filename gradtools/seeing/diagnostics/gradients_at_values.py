@@ -59,7 +59,7 @@ class PassesAtValues:
     Attributes:
         steps: The operations of both passes in execution order.
         sizes: Maps the index of each value to the largest absolute value of its entries. The size
-            is NaN if any entry is NaN, and None if the array is empty.
+            is NaN if any entry is NaN, and None for empty and integer arrays.
         outputs: The indices of the outputs of the forward pass.
         seeds: The indices of the output cotangents, with which the backward pass starts.
         gradients: Maps the index of a leaf in the program's graph to a pair of indices in these

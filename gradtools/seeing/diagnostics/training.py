@@ -198,7 +198,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # whether a node reads both the twin and the stopped network
+                reads = any(  # whether the twin reads results of the stopped network
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

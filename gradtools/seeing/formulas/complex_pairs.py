@@ -1,8 +1,8 @@
 """Combines separate real and imaginary parts into complex arrays.
 
-If a program represents a complex array X by two real arrays X_re and X_im, the adjoint has two
-lines for X. With X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im
-(gradtools' convention), and the two lines become a single line, such as I_bar = W^H O_bar. This
+If a program represents a complex array X by two real arrays X_re and X_im, the adjoint has one line
+for each of them. With X = X_re + i X_im, the gradient is X_bar = X_bar_re + i X_bar_im (gradtools'
+convention), so the two lines can be written as a single line, such as I_bar = W^H O_bar. This
 module substitutes::
 
     X_re = (X + X*) / 2        X_im = (X - X*) / 2i

@@ -243,7 +243,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
     def _point(self, rng: np.random.Generator, step: float) -> Point:
-        """Draws a random point; the relative distance of inputs to arguments is `step`."""
+        """Draws a random point; its inputs are at a relative distance `step` from the arguments."""
         own = len(self.program.leaves)
         inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
 

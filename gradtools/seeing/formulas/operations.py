@@ -2,8 +2,8 @@
 
 For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
 the cotangent of x is conj(f') g if g is the cotangent of y. For other functions the table gives the
-pullback. An operation that picks one entry of each row by its index is represented as a product
-with a one-hot array.
+pullback. An operation that selects one entry of each row is represented as a product with a one-hot
+array.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Statements:
                 names[x] = self._new(self._base(x))
 
     def _repeated(self, roots: Sequence[Expr]) -> list[Expr]:
-        """Returns long unnamed values that are used more than once, possibly transposed."""
+        """Returns long unnamed values that are used more than once, directly or transposed."""
         uses = Counter(roots)
         for x in self.values:
             if not is_wrapper(x):
@@ -157,7 +157,7 @@ _BASES |= {"standardize": "n", "var": "v", "norm": "r"}
 
 
 def _is_plain(x: Expr) -> bool:
-    """Returns whether x is a leaf or a number, or a transpose, multiple or conjugate of one."""
+    """Returns whether x is a leaf or a number, possibly transposed, scaled or conjugated."""
     if x.op == "placeholder" or constant_of(x) is not None:
         return True
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])

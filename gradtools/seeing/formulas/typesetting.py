@@ -80,7 +80,7 @@ def below(text: str) -> str:
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
-    """Formats x to a constant power, with the sign `mark` before the exponent."""
+    """Formats a power of x with a constant exponent, and the symbol `mark` before the exponent."""
     if exponent == 0.5:
         return Written(f"√{x.at(ATOM).text}", POWER)
     shown = number(exponent).text

@@ -1,8 +1,8 @@
 """Computes how strongly the values of a graph depend on each other, on a scale of four strengths.
 
 The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. The strength of
-a path is the minimum strength of its links, and the dependence of two values is the maximum
-strength over all paths::
+a path is the minimum strength of its links, and the dependence of a value on another value is the
+maximum strength over all paths::
 
     dependence(out, in) = max over paths of min over links
 

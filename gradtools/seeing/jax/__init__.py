@@ -1,1 +1,1 @@
-"""JAX implementation of `gradtools.seeing`: records jaxprs as graphs and as formulas."""
+"""Implements `gradtools.seeing` for JAX: records jaxprs as graphs and as formulas."""

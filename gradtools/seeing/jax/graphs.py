@@ -77,7 +77,7 @@ class _Place:
 
 
 class _JaxprReader:
-    """Converts jaxprs to graphs; a jaxpr is converted once for each place that calls it."""
+    """Converts jaxprs to graphs; a jaxpr called several times from one line is converted once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # keys contain ids of jaxprs

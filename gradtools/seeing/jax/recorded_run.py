@@ -1,7 +1,7 @@
 """`record` for JAX traces a program and returns the jaxpr as a graph.
 
-If NumPy, float or item converts an array, the trace ends (`tracing.py`), and the conversion is
-reported as a finding.
+If the program converts a tracer with NumPy, `float` or `item`, the trace ends (`tracing.py`), and
+the conversion is reported as a finding.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
-    """Returns the jaxpr of the program and True, or that of the next required value and False."""
+    """Returns (jaxpr, True) for the program, or (jaxpr, False) for the next required value."""
     complete = True
 
     def answering(*inner: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`formula` for JAX: translates the jaxpr of a function f to expressions, and differentiates f.
+"""Implements `formula` for JAX: translates the jaxpr of f to expressions, and differentiates f.
 
 The jaxpr of f is translated equation by equation. Values that do not depend on the arguments are
 computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)

@@ -1,1 +1,1 @@
-"""PyTorch implementation of `gradtools.seeing`: records runs as graphs and as formulas."""
+"""Implements `gradtools.seeing` for PyTorch: records runs as graphs and as formulas."""

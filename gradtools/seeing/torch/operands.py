@@ -152,7 +152,7 @@ _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
 
 
 def _permuted(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the permutation of the operand's axes for transpose, permute and similar calls."""
+    """Returns the permutation of the operand's axes for calls such as transpose and permute."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
     if call.name == "permute":
         order = [a % rank for a in given["dims"]]

@@ -1,4 +1,4 @@
-"""`formula` for PyTorch: records a run of a function f as expressions, and differentiates f.
+"""Implements `formula` for PyTorch: records a run of f as expressions, and differentiates f.
 
 The function f runs once at copies of its arguments; its aten operations are recorded, and its side
 effects are undone. Captured tensors that require grad are differentiated like arguments. An

@@ -1,4 +1,4 @@
-"""Defines neutral names of aten operations, and the reasons for missing derivatives.
+"""Maps aten operations to neutral names, and to the reasons why derivatives are missing.
 
 Variants such as `add` and `add_` have the same neutral name. `seeing/formulas/words.py` defines the
 neutral names; other operations use their PyTorch names. Autograd nodes also have neutral names,

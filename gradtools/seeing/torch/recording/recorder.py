@@ -83,7 +83,7 @@ class Recorder(Generic[V]):
     # --- running
 
     def run(self, fun: Callable[..., Any], *args: Any) -> Any:
-        """Runs and records `fun(*args)`; searches for the user's source line stop at this frame."""
+        """Runs and records `fun(*args)`; the search for the user's line ends at this frame."""
         with ExitStack() as inside:
             inside.enter_context(self._modules_followed())
             for level in self.levels:

@@ -47,7 +47,7 @@ class Memory(Generic[V]):
 
     Attributes:
         owner: The storage, or a tensor without storage; the reference prevents reuse of the id.
-        value: The value of the first tensor on the storage that was read.
+        value: The value of the first recorded tensor on the storage.
         written: The log of in-place writes to tensors on the storage.
     """
 

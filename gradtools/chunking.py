@@ -234,8 +234,8 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
-            like `value_and_grad`; with carries, a pair of this result and the new carry. Gradients
-            of less than 32 bits are summed in float32 and rounded once.
+            like `value_and_grad`; with carries, a pair of this result and the new carry. 16-bit
+            gradients are summed in float32 and rounded once.
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a

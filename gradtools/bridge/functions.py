@@ -325,7 +325,7 @@ class FlatBridged(Foreign):
         return structure, [places[id(x)] for x in leaves]
 
     def _in_host(self, tree: Any) -> tuple[list[Any], Any]:
-        """Flattens an output; converts dicts and tuples that only the guest flattens to plain ones.
+        """Flattens an output; dicts and tuples that only the guest can flatten become plain types.
 
         For example, the host flattens a ModelOutput of transformers as a plain dict.
         """
@@ -341,7 +341,7 @@ class FlatBridged(Foreign):
             tree = self.host.unflatten(outer, plain)
 
     def primal(self, *xs: Array) -> list[Array]:
-        """Returns the outputs as a pytree of the host, flattened for the rule."""
+        """Returns the flat outputs; stores the structure of the output in `specialized`."""
         ys, shapes = self.value(*xs), _shapes(xs)
         if shapes not in self.structures:
             ins = self.signature(xs).ins

@@ -176,7 +176,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is equal on all ranks, so its sum over ranks is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks: sum = number of ranks * DTensor
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)

@@ -449,7 +449,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # patched by recordings
+        apply = super(torch.autograd.Function, _Node).apply  # recorders patch this method
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

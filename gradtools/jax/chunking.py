@@ -149,7 +149,7 @@ class _ChunkProgram:
         return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Casts a carry to the varying axes and shardings that a step returns, as a scan requires."""
+        """Casts a carry to the varying axes and shardings that a step returns, as scans require."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 

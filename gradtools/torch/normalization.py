@@ -30,7 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Computes (input - mean) / sqrt(variance + eps) over the last axes, times weight, plus bias."""
+    """Computes (input - mean) / sqrt(var + eps) over the last axes, times weight, plus bias."""
     axes = tuple(range(-len(normalized_shape), 0))
     return _scaled(_normalized(input, axes, eps), weight, bias)
 

@@ -310,7 +310,7 @@ def blocks(
 def _rows(
     backend: Backend, evaluation: Evaluation, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes the blocks from the pullbacks of all unit cotangents, which form one batch."""
+    """Computes the blocks by applying the pullback to one batch of all unit cotangents."""
     outs = evaluation.outs
     bases, parts = _unit_vectors(backend, outs)
     full = [0 not in x.shape for x in leaves]  # jax.lax.map rejects empty batched results
@@ -345,7 +345,7 @@ def _rows(
 def _columns(
     backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes the blocks from the pushforwards of all unit tangents, which form one batch."""
+    """Computes the blocks by applying the pushforward to one batch of all unit tangents."""
     bases, parts = _unit_vectors(backend, leaves)
     mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
     last = [axis_moved(backend, column[: _size(leaves)], 0, -1) for column in mapped]

@@ -12,8 +12,8 @@ distribution of the tokens over the ranks.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX; the backends' `accumulate.py` updates the
 buffer. Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The
-Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the part that is
-lost by rounding remains stored (Dekker's sum, Numerische Mathematik 18, 1971).
+Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the part that
+rounding discards remains stored (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class Pull(Program):
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         """Returns each wanted source or argument, paired with its gradient.
 
-        The gradient is None if it is zero.
+        The gradient is None if the outputs do not depend on the source or argument.
         """
         create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # inference mode records no graph

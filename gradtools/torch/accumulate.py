@@ -137,7 +137,7 @@ def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
-    """Returns whether all xs are plain tensors. One fused operation can process plain tensors."""
+    """Returns whether all xs are plain tensors, which one fused operation can process."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}

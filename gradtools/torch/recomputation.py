@@ -134,8 +134,8 @@ class Program:
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """Runs f for the first time, and returns the detached outputs and the state after the run.
 
-        If f cannot be recomputed, because f changed an argument in place or read a tensor with a
-        graph that is not an argument, the outputs are not detached, and `known` remains None.
+        If f cannot be recomputed, because f changed an argument in place or read a tensor that has
+        a graph and is not an argument, the outputs are not detached, and `known` remains None.
 
         others: Other tensors that f may write to.
         """

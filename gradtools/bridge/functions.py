@@ -144,7 +144,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Returns the function mapped over `depth` batch axes; `shared` is a result of `_shared`."""
+        """Returns the function mapped over `depth` batch axes; `shared` results from `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -369,7 +369,7 @@ class FlatBridged(Foreign):
 
 
 def _plain(x: Any) -> Any:
-    """Converts a dict or tuple of any class to a plain dict or tuple, which the host can flatten."""
+    """Converts a dict or tuple of any class to a plain dict or tuple, for the host to flatten."""
     if isinstance(x, tuple):
         return tuple(x)
     return dict(x) if isinstance(x, dict | UserDict) else x

@@ -8,12 +8,12 @@
 
 With several ranks (processes in PyTorch, devices along a mapped axis in JAX), the numerator and the
 denominator of the mean are also summed over the ranks, so the mean over all tokens is exact for any
-distribution of the tokens.
+distribution of the tokens over the ranks.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX; the backends' `accumulate.py` updates the
 buffer. Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The
-Art of Computer Programming, vol. 2, 4.2.2), and add the stored error to the sum once the error is
-large enough to change the sum (Dekker's sum, Numerische Mathematik 18, 1971).
+Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the part that
+rounding discards remains stored (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations

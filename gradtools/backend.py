@@ -130,7 +130,7 @@ class Differentiation(Arrays):
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Pushes tangents forward through fun; returns `(outs, extras, pushed)`."""
+        """Computes the tangents of the outputs of fun; returns `(outs, extras, pushed)`."""
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, push(tangents)
 

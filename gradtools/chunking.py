@@ -91,9 +91,9 @@ class Chunking(Operators):
         Args:
             f: A function that takes chunks of the arguments and returns a pytree of arrays. Each
                 array has one entry per example of the chunk, along its axis in `out_axes`. Each
-                entry must be computed from its own example only; otherwise the result is the result
-                of the loop over the chunks. If f compares all pairs of examples, only pairs within
-                one chunk are compared.
+                entry must be computed from its own example only; otherwise the result differs from
+                `f(batch)`. If f compares all pairs of examples, only pairs within one chunk are
+                compared.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
                 positional argument, or a dict from f's parameters to axes. None passes the whole
@@ -234,8 +234,8 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
-            like `value_and_grad`; with carries, a pair of this result and the new carry. Gradients
-            of less than 32 bits are summed in float32 and rounded once.
+            like `value_and_grad`; with carries, a pair of this result and the new carry. 16-bit
+            gradients are summed in float32 and rounded once.
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a

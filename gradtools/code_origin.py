@@ -157,7 +157,7 @@ def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_our_frame(frame: FrameType) -> bool:
-    """Returns whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
+    """Returns whether a frame runs gradtools' code; JAX's synthetic frames have only file names."""
     return module_of(frame).partition(".")[0] == __package__ or is_ours(frame.f_code.co_filename)
 
 

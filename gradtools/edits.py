@@ -340,8 +340,8 @@ class Edits(Operators):
         """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
         If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
-        zero. Each leaf is replaced separately. The edit supports reverse mode only. The gradient
-        may itself be differentiated with respect to dx.
+        zero. The gradient of each leaf is replaced separately. The edit supports reverse mode only.
+        The gradient may itself be differentiated with respect to dx.
 
         Args:
             x: A pytree of arrays.
@@ -442,7 +442,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_x_first(name: str, x: Any, option: str, given: Any) -> None:
-    """Raises an error if the option of an edit of a number x is an array with axes."""
+    """Raises an error if the option `given` is an array with axes: x and the option are swapped."""
     if getattr(given, "shape", ()) != ():
         raise GradtoolsError(
             f"{name}: x is the number {x} and {option} is {shown(given)}; x comes first: "

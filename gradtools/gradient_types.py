@@ -47,7 +47,7 @@ M = TypeVar("M", bound=TorchModule)
 
 
 class _Unknown:
-    """A placeholder type that only Any matches, such as the type of a lambda's parameter."""
+    """A placeholder type that matches only Any, the type of a lambda's parameter."""
 
 
 class Gradient(Protocol[T_co, P]):

@@ -427,7 +427,7 @@ class _KernelMaps:
         pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         try:
             return self.transposed(pull, [*xs, *saved], dxs)
-        except MissingRuleError:  # a kernel without a rule may depend on residuals only
+        except MissingRuleError:  # bwd calls a kernel without a rule, possibly on residuals only
             plain = lambda at, *cts: self.pulled(*at, *cts)
             return self.transposed(plain, [*xs, *saved], dxs)
 

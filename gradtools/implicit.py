@@ -139,7 +139,7 @@ class _Closed(CustomRule):
 class _Solution:
     """An equation F(z, *args, **kwargs) = 0 and its differentiable solution z.
 
-    p = (captured, args, kwargs), where captured are the arrays that F closes over.
+    p = (captured, args, kwargs), where captured contains the arrays that F closes over.
     """
 
     def __init__(

@@ -50,11 +50,11 @@ class Jacobians(Operators):
         Args:
             f: A function that takes pytrees of real arrays and returns a pytree of arrays.
             argnums: The positional arguments to differentiate with respect to.
-            mode: "reverse" pulls back one unit cotangent per output entry; "forward" pushes forward
-                one unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
-                fewer passes in JAX, where the size of the output is known beforehand. If the
-                precisions of f's output and input differ, "forward" returns the output's precision
-                and the other modes return the input's precision.
+            mode: "reverse" applies the pullback to one unit cotangent per output entry; "forward"
+                applies the pushforward to one unit tangent per input entry. "auto" is "reverse" in
+                PyTorch, and the mode with fewer passes in JAX, where the size of the output is
+                known beforehand. If the precisions of f's output and input differ, "forward"
+                returns the output's precision and the other modes return the input's precision.
             chunk_size: The number of unit vectors per chunk; by default, all unit vectors. If 1, a
                 loop without vmap is run: a Python loop in PyTorch, which supports any eager code,
                 or `lax.map` in JAX.
@@ -310,7 +310,7 @@ def blocks(
 def _rows(
     backend: Backend, evaluation: Evaluation, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes the blocks by pulling back the unit cotangents of all outputs as one batch."""
+    """Computes the blocks by applying the pullback to one batch of all unit cotangents."""
     outs = evaluation.outs
     bases, parts = _unit_vectors(backend, outs)
     full = [0 not in x.shape for x in leaves]  # jax.lax.map rejects empty batched results
@@ -328,7 +328,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # pulls real and imaginary parts back separately, as inputs are real
+    if any(are_complex):  # real and imaginary parts need two pullbacks, as inputs are real
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []
@@ -345,7 +345,7 @@ def _rows(
 def _columns(
     backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """Computes the blocks by pushing the unit tangents of all leaves as one batch."""
+    """Computes the blocks by applying the pushforward to one batch of all unit tangents."""
     bases, parts = _unit_vectors(backend, leaves)
     mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
     last = [axis_moved(backend, column[: _size(leaves)], 0, -1) for column in mapped]

@@ -81,7 +81,7 @@ class Models(Operators):
           the module's ``__call__`` takes it; the user must split the key over a batch and provide
           the ``axis_name`` that batch normalization needs.
         - Keras 3, on this framework's backend: params maps the paths of the trainable variables
-          to arrays; state maps the paths of all other variables, including the seeds of its random
+          to arrays; state likewise contains all other variables, including the seeds of the random
           streams. ``train`` is passed as ``training``.
 
         Conventions differ: PyTorch's running variance is unbiased, and its momentum m corresponds

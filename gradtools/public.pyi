@@ -1,6 +1,6 @@
-"""The public names as a type checker and an editor see them, for both backends: bound operators.
+"""Declares the public names of both backends, the bound operators, for type checkers and editors.
 
-This stub is never imported: a backend looks up a name in its `Api` when it is first accessed.
+This stub is never imported: a backend looks up a name in its `Api` when the name is first accessed.
 """
 
 from gradtools.accumulate import Accumulation as _Accumulation

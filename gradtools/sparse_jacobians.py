@@ -1,12 +1,11 @@
 """Computes sparse Jacobians and Hessians with a given sparsity pattern by graph coloring.
 
-Columns that share no row (structurally orthogonal columns) are pushed forward as one tangent, rows
-that share no column are pulled back as one cotangent, and each entry is read from the product in
-which it is the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices,
-1974).
-NetworkX computes a greedy coloring. If the pattern omits a nonzero entry, this entry is added to
-another entry of the result. To detect omitted entries, the products of the Jacobian and of the
-result with a random vector are compared.
+The product of the Jacobian with one tangent is the sum of columns that share no row (structurally
+orthogonal columns), the product with one cotangent is the sum of rows that share no column, and
+each entry is read from the product in which it is the only term (Curtis, Powell and Reid, On the
+estimation of sparse Jacobian matrices, 1974). NetworkX computes a greedy coloring. If the pattern
+omits a nonzero entry, this entry is added to another entry of the result. To detect omitted
+entries, the products of the Jacobian and of the result with a random vector are compared.
 """
 
 from __future__ import annotations
@@ -219,7 +218,7 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
-    """Returns whether rows are pulled back, and the colors of the rows or of the columns.
+    """Returns whether sums of rows are computed, and the colors of the rows or of the columns.
 
     mode: "forward" (for columns), "reverse" (for rows), or "auto", which selects the mode with
         fewer products, estimated from the largest number of entries in a row and in a column.

@@ -29,7 +29,7 @@ class ChunkOptions:
 
     verify: bool | None = None  # whether backward passes compare outputs; None: only the first
     progress: bool = False
-    # Mutable state that all calls of a function share: "verified" after the first comparison.
+    # State that all calls of a function share; has the key "verified" after the first comparison.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
 A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. The
-derivatives are also bridged functions, so both modes can be mixed at any order. Only this package
-imports both frameworks.
+derivatives are also bridged functions, so both modes can be mixed at any order. Importing this
+package imports both frameworks.
 """
 
 from __future__ import annotations

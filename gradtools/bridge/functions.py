@@ -144,7 +144,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Returns the function mapped over `depth` batch axes; `shared` is made by `_shared`."""
+        """Returns the function mapped over `depth` batch axes; `shared` results from `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -325,7 +325,7 @@ class FlatBridged(Foreign):
         return structure, [places[id(x)] for x in leaves]
 
     def _in_host(self, tree: Any) -> tuple[list[Any], Any]:
-        """Flattens an output; converts dicts and tuples that only the guest flattens to plain ones.
+        """Flattens an output; dicts and tuples that only the guest can flatten become plain types.
 
         For example, the host flattens a ModelOutput of transformers as a plain dict.
         """
@@ -341,7 +341,7 @@ class FlatBridged(Foreign):
             tree = self.host.unflatten(outer, plain)
 
     def primal(self, *xs: Array) -> list[Array]:
-        """Returns the outputs as a pytree of the host, flattened for the rule."""
+        """Returns the flat outputs; stores the structure of the output in `specialized`."""
         ys, shapes = self.value(*xs), _shapes(xs)
         if shapes not in self.structures:
             ins = self.signature(xs).ins
@@ -369,7 +369,7 @@ class FlatBridged(Foreign):
 
 
 def _plain(x: Any) -> Any:
-    """Converts a dict or a tuple that the host does not flatten to a plain dict or tuple."""
+    """Converts a dict or tuple of any class to a plain dict or tuple, for the host to flatten."""
     if isinstance(x, tuple):
         return tuple(x)
     return dict(x) if isinstance(x, dict | UserDict) else x

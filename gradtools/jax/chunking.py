@@ -149,7 +149,7 @@ class _ChunkProgram:
         return replace(self, slots=slots)
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to the dtypes that one step returns; a scan must not change dtypes."""
+        """Casts a carry to the varying axes and shardings that a step returns, as scans require."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 
@@ -158,7 +158,7 @@ class _Steps:
     """Represents the chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
 
     slots: One array for each inexact split array, to which the cotangents of the chunk are routed.
-    lists: The arrays in the slices of the lists that belong to the chunk.
+    lists: The arrays in the chunk's slices of the lists of examples.
 
     Attributes:
         kinds: An integer for each chunk, equal for chunks of equal structure and shapes.
@@ -238,7 +238,7 @@ class _Steps:
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:
-        """Returns a chunk's random draws with keys that do not depend on the chunk index."""
+        """Returns a chunk's random draws whose keys do not depend on the chunk or on the carry."""
         return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward
 
 
 def enter_forward_level() -> int | None:
-    """Enters a level of forward mode and returns it, or None if any thread has an active level.
+    """Enters and returns a level of forward mode; returns None if any thread has an active level.
 
     If another thread exits `torch.func.jvp` at the same moment, PyTorch's own function raises an
     error without exiting the level that it has entered; this copy of PyTorch's code exits the
@@ -170,7 +170,7 @@ the sequence number of a node (nodes that were created earlier have smaller numb
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""`saved_tensors_hooks_on` reads the top of the stack of saved-tensor hooks, and
+"""`saved_tensors_hooks_on` returns the top of the stack of saved-tensor hooks, and
 `push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. The user's saved-tensor
 hooks must not pack the tensors that temporary graphs of gradtools save."""
 

@@ -137,7 +137,7 @@ def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
-    """Returns whether all xs are plain tensors. One fused operation can process plain tensors."""
+    """Returns whether all xs are plain tensors, which one fused operation can process."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}
@@ -176,7 +176,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is equal on all ranks, so its sum over ranks is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks: sum = number of ranks * DTensor
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)

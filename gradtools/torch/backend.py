@@ -165,7 +165,7 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        if x.requires_grad or len(parts) < 2:  # autograd makes views of `split` read-only
+        if x.requires_grad or len(parts) < 2:  # outputs of `split` cannot be written in place
             return super().split(x, parts)
         return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 

@@ -51,7 +51,7 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns a list of xs in which replaced tensors are exchanged for their replacements.
+    """Returns the list of xs, with each replaced tensor exchanged for its replacement.
 
     Call this function on the arguments of `Function.apply`, because `Function.apply` bypasses
     modes.

@@ -1,4 +1,4 @@
-"""Configures dynamo without importing it, and detects derivatives that compiled code would drop.
+"""Configures dynamo without importing it, and avoids compiled code where it would drop tangents.
 
 Importing dynamo takes longer than importing the rest of PyTorch, and programs without compiled
 functions do not need dynamo. Functions that dynamo must not trace are therefore registered by an
@@ -149,7 +149,7 @@ if upstream.DYNAMO not in sys.modules:
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiles f.
 
-    In forward mode, f runs eagerly, because compiled code silently drops tangents.
+    In forward mode, an f that is not a module runs eagerly, because compiled code drops tangents.
     """
     code = torch.compile(f, **options)
     if isinstance(f, torch.nn.Module):

@@ -61,7 +61,7 @@ Push = Callable[[Tensors], Tensors]
 class _Here(threading.local):
     """Counts the derivatives of this thread.
 
-    The counts are class attributes, because class attributes are the fastest to read.
+    The class attributes are the initial counts of each thread.
     """
 
     taken = 0  # number of derivatives so far, to detect functions that take derivatives
@@ -238,9 +238,9 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """Pulls cotangents back to the inputs.
+    """Computes the gradients of the inputs for the given cotangents.
 
-    The gradient is None if no output depends on the input.
+    A gradient is None if no output depends on the input.
     """
     create = torch.is_grad_enabled()
     if not create and torch.is_inference_mode_enabled():

@@ -133,7 +133,7 @@ class _Pullback(Pull):
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the arguments, if unneeded derivatives may be omitted
+    leaves: Sequence[Tensor] = ()  # G's arguments; if empty, `wanted` omits no derivative
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:
@@ -162,7 +162,7 @@ class _Use(Program):
         retained: An empty list, or a list with one pair: the arguments as leaf tensors, and the
             outputs with their graph.
         kernels: The context manager in which later evaluations run.
-        changes: The version counters of the parameters, or None if G changes parameters.
+        changes: The sum of the parameters' version counters, or None if G changes parameters.
         edit: The name of an edit in G that does not support forward mode, or "" if there is none.
         hooked: Whether G registers gradient hooks, which do not run in forward mode.
     """

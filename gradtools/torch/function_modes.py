@@ -161,7 +161,7 @@ class OneTangent(PlainAttention):
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # needs a graph, but no graph is recorded
+        if fun is torch.autograd.grad:  # requires a graph, which this mode does not record
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun

@@ -98,7 +98,7 @@ _ADVICE = {
         "linearize(f, *primals)[1], which transposes reverse mode, or "
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
-    "must implement the jvp function|flat_bdims must not be None": (  # second: under vmap
+    "must implement the jvp function|flat_bdims must not be None": (  # vmap raises the second
         "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} For a Function use linearize(f, *primals)[1], which transposes "

@@ -1,7 +1,7 @@
 """Computes layer, batch, group and instance norm, and distances, by elementary operations.
 
-The fused kernels also return the mean and the deviation, which PyTorch's vmap and jvp rules of the
-kernels treat as constants. In torch.func, derivatives of tangents and of gradients under vmap are
+The fused kernels also return the mean and the inverse standard deviation, which PyTorch's vmap and
+jvp rules treat as constants. In torch.func, derivatives of tangents and of gradients under vmap are
 therefore wrong (pytorch#196699, pytorch#196700). `per_example_grad`, Jacobians and forward mode in
 gradtools call the functions of this module instead, whose derivatives of all orders are correct.
 `cdist` replaces `torch.cdist`, whose backward kernel has a wrong batching rule.
@@ -30,7 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Computes (input - mean) / deviation over the last axes, times weight, plus bias."""
+    """Computes (input - mean) / sqrt(var + eps) over the last axes, times weight, plus bias."""
     axes = tuple(range(-len(normalized_shape), 0))
     return _scaled(_normalized(input, axes, eps), weight, bias)
 
@@ -139,7 +139,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
-    """Computes (x - mean) / deviation over the given axes."""
+    """Computes (x - mean) / sqrt(variance + eps) over the given axes."""
     dtype = x.dtype
     if dtype in (torch.bfloat16, torch.float16):  # PyTorch's kernels also compute in float32
         x = x.float()

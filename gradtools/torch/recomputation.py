@@ -134,8 +134,8 @@ class Program:
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """Runs f for the first time, and returns the detached outputs and the state after the run.
 
-        If f cannot be recomputed, because f changed an argument in place or read a tensor with a
-        graph that is not an argument, the outputs are not detached, and `known` remains None.
+        If f cannot be recomputed, because f changed an argument in place or read a tensor that has
+        a graph and is not an argument, the outputs are not detached, and `known` remains None.
 
         others: Other tensors that f may write to.
         """
@@ -342,7 +342,7 @@ class Pull(Program):
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         """Returns each wanted source or argument, paired with its gradient.
 
-        The gradient is None if it is zero.
+        The gradient is None if the outputs do not depend on the source or argument.
         """
         create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
@@ -449,7 +449,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # patched by recordings
+        apply = super(torch.autograd.Function, _Node).apply  # recorders patch this method
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

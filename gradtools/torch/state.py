@@ -320,7 +320,7 @@ def _version(buffer: Tensor) -> int:
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     """Returns whether a buffer still has the contents of the copy.
 
-    Version counters detect changes, except for normalization statistics in training: their kernels
+    Version counters detect changes, except for normalization statistics in training, whose kernels
     do not increment version counters. Small buffers on the CPU are therefore compared by value. On
     other devices, a comparison would wait for the device, so buffers of modules in training count
     as changed.

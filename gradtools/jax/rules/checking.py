@@ -29,7 +29,7 @@ from gradtools.rules import Rule, replaced_where
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
-    """Describes a term that would be lost if a user's map were transposed, or returns "".
+    """Describes a term that the transposition of a user's map would drop, or returns "".
 
     which: The name of the map, "tangent" or "cotangent". The map is linear in vectors with the
     avals `likes`.
@@ -69,7 +69,7 @@ def loss_of(
 
 
 def refuse_loss(rule: Rule, loss: str) -> None:
-    """Raises an error if `loss_of` returned a description of a lost term."""
+    """Raises an error if `loss_of` returned a description of a dropped term."""
     if loss:
         assert rule.contract is not None
         raise GradtoolsError(f"{rule.contract.name}: {loss}")

@@ -298,9 +298,9 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-        # The arrays that the primal captured are replaced by entries of xs, because they may have
-        # been batched or belong to another trace. The closure references the captured arrays,
-        # because a new array may get the id of a deleted array.
+        # The arrays that the primal captured may have been batched or belong to another trace, so
+        # entries of xs replace these arrays. The closure references the captured arrays, because a
+        # new array may get the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]

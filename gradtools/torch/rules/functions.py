@@ -57,7 +57,7 @@ class Application:
         rule: The rule.
         linearized: The linear maps of the rule at this evaluation, without their arrays.
         count: The number of outputs, not counting the extras, which follow the outputs.
-        pull: The function that computes the backward pass, and can be differentiated.
+        pull: The function that computes the backward pass; its results can be differentiated.
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
             backward pass and for forward mode.
         materializes: Whether undefined cotangents are replaced by zeros.

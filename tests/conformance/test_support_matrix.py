@@ -28,7 +28,7 @@ from tests.support.tiers import in_turn
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
-# Rules outside of PLAIN_WAYS run only in these transforms, except in slow tests.
+# In all other transforms, rules outside of PLAIN_WAYS run only in slow tests and in the sweep.
 PLAIN_TRANSFORMS = (
     "value",
     "gt.grad",
@@ -41,7 +41,7 @@ PLAIN_TRANSFORMS = (
 )
 # Set in the subprocess with several devices, which runs shard_map for the plain rules.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
-# Words in the names of transforms that compile slowly; their cells are slow tests.
+# Words in the names of transforms that compile slowly; their cells are never quick tests.
 SLOW_WORDS = {
     "torch": ("compiled",),
     "jax": (

@@ -4,9 +4,9 @@
     def f(x):
         return stop(x).sum()  # <- detached
 
-A cause has a comment with the kind of loss on each line that loses the gradient of its first
-argument: `# <- detached`, or `# <- detached, partly` if only one term is lost. A healthy function
-has no such comment. Functions of `gt` and x run in both frameworks.
+A cause is a function that loses the gradient of its first argument. The lines that lose it have a
+comment with the kind of loss: `# <- detached`, or `# <- detached, partly` if one term is lost. A
+healthy function has no such comment. Functions of `gt` and x run in both frameworks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines PyTorch functions that lose gradients, their causes, and correct functions."""
+"""Defines PyTorch functions that lose gradients on marked lines, and correct functions."""
 
 from __future__ import annotations
 

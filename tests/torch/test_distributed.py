@@ -1,4 +1,4 @@
-"""Compares chunked functions and `all_gather` in several processes with one process.
+"""Compares `chunked` and `all_gather` in several processes with results of a single process.
 
 Each group of processes is started only once. Every check runs in all processes of a group, and the
 test compares the results. A process that hangs is terminated and fails the test.

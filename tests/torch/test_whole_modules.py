@@ -357,7 +357,7 @@ READERS = {
 def test_a_parameter_that_f_reads_by_another_reference_is_differentiated(derivative):
     net = mlp()
     likelihood = Likelihood(net)
-    f = lambda m: m(net(X))  # f reads the model by its own name, not through the argument
+    f = lambda m: m(net(X))  # f captures `net` instead of reading `m.model`
     names, ps = zip(*likelihood.named_parameters(), strict=True)
     wanted = torch.autograd.grad(f(likelihood), ps)
     same(derivative(f, likelihood), dict(zip(names, wanted, strict=True)))

@@ -1,4 +1,4 @@
-"""Compares `retain_gradient` and `retained_gradients` with the gradients of added zeros."""
+"""Compares `retain_gradient` and `retained_gradients` to gradients with respect to added zeros."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Planted:
     Attributes:
         make: Returns a loop with the attributes `model`, `optimizer` and `closure`.
         found: The expected kind of finding for each leaf, by name.
-        numerical: Whether the gradient is zero only at the values of this program.
+        numerical: Whether the gradient is zero only because of the values in this program.
         notes: The names of the leaves in the notes of the report.
         oracle: Whether plain optimizer steps change all leaves except the leaves in `found`.
         strangers: Whether the optimizer has parameters of another model.

@@ -39,7 +39,7 @@ class Mistake:
 def built(
     name: str, side: str, folder: Path, old: str = "", new: str = ""
 ) -> tuple[Any, list[str]]:
-    """Replace the text in one side and compile it; return the function and its source lines."""
+    """Replace the text in one side and compile it; return the function and the original lines."""
     lines, _ = inspect.getsourcelines(getattr(ports, f"{name}_{side}"))
     source = textwrap.dedent("".join(lines))
     assert source.count(old), old

@@ -1,4 +1,5 @@
-"""Tests reports of lost gradients in PyTorch training, and compares them with plain steps."""
+"""Tests reports of lost gradients in PyTorch training, and compares the reports with plain
+steps."""
 
 from __future__ import annotations
 

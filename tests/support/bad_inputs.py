@@ -162,7 +162,7 @@ def linen() -> Any:
 
 
 def params_alone(gt: Any, a: Any) -> Any:
-    """Apply a linen module whose variables are its parameters without the collection."""
+    """Apply a linen module with parameters that are not in the collection "params"."""
     apply, params, state = gt.make_functional(linen(), variables={"kernel": a(V)})
     return apply(params, state, a(ROWS))
 

@@ -79,7 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # a process that crashes has no report of its time
+    # The report of a crashed process has no attribute `processor_time`.
     seconds = getattr(report, "processor_time", 0.0)
     TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + seconds
 
@@ -92,8 +92,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Automatic garbage collection took a twentieth of the time and frees little memory. Tests that
-    # need a collection call gc.collect.
+    # Automatic garbage collection takes a twentieth of the test time and frees little memory. Tests
+    # that need a collection call gc.collect.
     gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:

@@ -72,7 +72,7 @@ KINDS = {
 
 
 def inside(tree):
-    """Return the entries `x` and `mask` of a mapping, an object, or a list of dicts."""
+    """Return `x` and `mask` of a mapping or object, or of the entry `y` of a list's first dict."""
     if isinstance(tree, list):
         return inside(tree[0]["y"])
     if isinstance(tree, Record):

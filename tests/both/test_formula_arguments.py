@@ -1,4 +1,4 @@
-"""Tests formulas at ties and at arguments that overflow, and derivations of several outputs."""
+"""Tests formulas at ties and at arguments that overflow, and cotangents of several outputs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def expected(x, mask=1.0, bias=0.0, shared=0.0, scale=1.0, power=1):
     return t * scale + bias**power, scale * (1 - t**2)[:, None] * masked
 
 
-# For each call: positional arguments after w, keyword arguments, in_axes, expected result.
+# WAYS contains the positional arguments after w, the keyword arguments and values of in_axes.
 ARRAYS = {"mask": MASK, "more": {"bias": BIAS, "flag": 1.0}}
 FULL = expected(X, MASK, BIAS + 1.0)
 WAYS = {

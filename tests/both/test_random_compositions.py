@@ -135,7 +135,7 @@ def drawn():
 
 
 def computed(gt, of):
-    """Return the number that one framework computes, or the error that gradtools raises."""
+    """Return the array that one framework computes, or the error that gradtools raises."""
     f, x, xp = start(gt)[of.begins], gt.asarray(START / 2), gt.xp
     for name in of.names:
         f = operators(gt)[name](f)

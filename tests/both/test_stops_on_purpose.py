@@ -114,7 +114,7 @@ def test_a_layer_under_no_grad_is_no_target_network():
         "first.bias": "no_grad",
     }
     only_second = torch.optim.SGD(second.parameters(), 0.1)
-    # no argument names the first network and no optimizer updates it
+    # No argument contains the first network, and no optimizer updates it.
     assert not gt.why_zero(loss, optimizer=only_second)
 
 

@@ -1,4 +1,4 @@
-"""match_parameters pairs parameters of torch.nn models and of their flax and equinox ports."""
+"""match_parameters pairs the parameters of torch.nn models and of their flax or equinox ports."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LAYERS = {
 
 
 class One(nn.Module):
-    """A port whose only layer is named `layer`, which torch.nn.Sequential does not allow."""
+    """A port whose only layer is named `layer`, as in `TorchOne`."""
 
     make: object
 

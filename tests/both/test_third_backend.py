@@ -1,8 +1,8 @@
-"""Tests a minimal third backend with the defaults of `Backend` and the PyTorch backend's tests.
+"""Tests a minimal third backend, which uses the default methods of `Backend`.
 
-`hips_backend.py` implements the abstract members and a function with a custom pullback; everything
-else comes from the defaults in `gradtools/backend.py`. The PyTorch backend computes the expected
-values with the same test functions.
+`hips_backend.py` implements the abstract members and a function with a custom pullback; all other
+methods are the defaults in `gradtools/backend.py`. The PyTorch backend computes the expected values
+with the same test functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines transforms of a function with a custom rule, each with its expected result.
 
 A transform takes a `Case` and yields pairs of a computed and an expected value. The expected value
-comes from the closed form of the rule and uses only sums and products of NumPy.
+is computed from the closed form of the rule by sums and products in NumPy.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Case:
         return 0.5 * x + 0.1 * d[0], 0.5 * np.eye(len(x)) + 0.1 * d[1], 0.1 * d[2]
 
     def loop_at(self, x: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return value, Jacobian and second derivative of the body applied `times` times."""
+        """Return the value, Jacobian and second derivative of the body applied `times` times."""
         n = len(x)
         y, j, h = x, np.eye(n), np.zeros((n, n, n))
         for _ in range(times):

@@ -127,7 +127,7 @@ def _shard_shared(c: Case, check: bool) -> Pairs:
 
 
 def _solution(c: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Return the solution y of y + B(y) = x, and dy/dx, where B is the body of the loop."""
+    """Return the solution y of y + B(y) = x and dy/dx at x = 0.3 X, where B is the loop's body."""
     y = np.zeros_like(c.X)
     for _ in range(200):
         value, jacobian, _ = c.body_at(y)

@@ -218,7 +218,7 @@ def _edits(c: Case, p: Plain) -> Pairs:
 
 
 def _players(c: Case, p: Plain) -> Pairs:
-    """Compare the gradients of the game L(x) s and a mixed partial derivative."""
+    """Compare the minimax gradients of L(x) s with respect to x and s, and a mixed partial."""
     one, n = c.gt.asarray(np.asarray(1.5)), len(c.xs)
     game = c.gt.minimax_value_and_grad(lambda *a: c.loss(*a[:-1]) * a[-1], c.argnums, n)
     value, grads = game(*c.xs, one)

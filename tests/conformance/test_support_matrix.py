@@ -1,9 +1,9 @@
 """Tests the cells of the support matrix of custom rules, including cells that raise errors.
 
-Plain rules run in every transform, and every rule runs in the plain transforms. One in three of
-these cells is a quick test, and the others are slow tests. If the transform compiles slowly, one in
-four cells is a slow test. One in sixteen of the other cells is a slow test. All remaining cells run
-only in the sweep (`pytest -m sweep`).
+The rules in PLAIN_WAYS run in all transforms, and all rules run in PLAIN_TRANSFORMS. One in three
+of these cells is a quick test, and the others are slow tests. If the transform compiles slowly, one
+in four cells is a slow test. One in sixteen of the other cells is a slow test. All remaining cells
+run only in the sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.tiers import in_turn
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
-# Rules outside of PLAIN_WAYS run only in these transforms, except in slow tests.
+# In all other transforms, rules outside of PLAIN_WAYS run only in slow tests and in the sweep.
 PLAIN_TRANSFORMS = (
     "value",
     "gt.grad",
@@ -41,7 +41,7 @@ PLAIN_TRANSFORMS = (
 )
 # Set in the subprocess with several devices, which runs shard_map for the plain rules.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
-# Words in the names of transforms that compile slowly; their cells are slow tests.
+# Words in the names of transforms that compile slowly; their cells are never quick tests.
 SLOW_WORDS = {
     "torch": ("compiled",),
     "jax": (

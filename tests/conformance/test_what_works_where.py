@@ -1,4 +1,4 @@
-"""Every cell of the support table in docs/support.md is true."""
+"""Tests that every cell of the support table in docs/support.md is correct."""
 
 from __future__ import annotations
 

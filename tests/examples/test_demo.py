@@ -1,4 +1,4 @@
-"""Tests the demo's claim about gradient reversal, and its FLOP count."""
+"""Tests the claim about gradient reversal and the FLOP count in the demo."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

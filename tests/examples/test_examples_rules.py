@@ -1,4 +1,4 @@
-"""The comparison of kinds of custom rules in docs/own-rules.md is true."""
+"""Tests that the comparison of kinds of custom rules in docs/own-rules.md is correct."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ REFUSED = {
 
 
 def derivative(column, transforms, f, x, one):
-    """Compute the derivative that a column names with the framework's own transforms."""
+    """Compute the derivative of one column by the framework's own transforms."""
     grad, jvp = transforms.grad, lambda f: lambda x: transforms.jvp(f, (x,), (one,))[1]
     first, second = {
         "reverse": (grad, None),

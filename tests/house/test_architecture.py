@@ -1,4 +1,4 @@
-"""The architecture page describes this source tree."""
+"""Tests that docs/architecture.md matches the source tree."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def test_many_calls_leave_nothing_alive(use: Use, gt, backend_name):
     assert set(found) <= allowed, found
 
 
-# JAX keeps a dead weak reference for each trace in which constants enter a jitted function, even in
-# handwritten code, and for a linear solve it keeps the compiled programs.
+# Even without gradtools, JAX keeps a dead weak reference for each trace that passes constants to a
+# jitted function. For a linear solve, JAX also keeps the compiled programs.
 _REFERENCES, _SOLVES = {"objects"}, {"objects", "compiled programs", "entries of caches"}
 KEPT_BY_JAX = {
     **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), _SOLVES),

@@ -24,7 +24,7 @@ BATCH, OTHERS = tokens(6, seed=1), tokens(6, seed=2)
 
 
 class Towers(torch.nn.Module):
-    """Two towers that share an encoder, optionally in chunks with `gt.chunked`."""
+    """Two towers that share an encoder, which optionally runs in chunks with `gt.chunked`."""
 
     def __init__(self, chunk_size=None):
         super().__init__()

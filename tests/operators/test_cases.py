@@ -123,7 +123,7 @@ def f(y, g):
 
 
 def second_derivative(y, z, u):
-    """For G = exp(sum_j z_j), row i of (d/dy) <u, (d/dz) f(y, G(z))> is 6 h_i g_i sum_j u_ij."""
+    """For g = G(z) and h = sum_j y_ij + g, row i of d/dy <u, df/dz> is 6 h_i g_i sum_j u_ij."""
     g = np.exp(z.sum(axis=1))
     rows = 6 * (y.sum(axis=1) + g) * g * u.sum(axis=1)
     return np.repeat(rows[:, None], y.shape[1], axis=1)
@@ -420,7 +420,7 @@ def test_u11_token_counts_weight_unequal_chunks(gt, rng):
 
 @pytest.fixture
 def two_layers(rng):
-    """Return h = tanh(x w) and the mean over the examples of sum_j a_j h_ij^2, with derivatives."""
+    """Return x, w, a, dL/dh of L = mean_i sum_j a_j h_ij^2, and the vjp of h = tanh(x w) to w."""
     x, w, a = rng.normal(size=(5, 2)), rng.normal(size=(2, 3)), rng.normal(size=3)
     h = np.tanh(x @ w)
     at_h = 2 * a * h / len(x)

@@ -279,7 +279,7 @@ def test_a_host_function_without_a_rule_names_itself_when_differentiated(gt, x):
 
 
 def cube(gt, calls=None):
-    """Return a cube whose forward, backward and double-backward passes are host kernels."""
+    """Return x^3 with host kernels for the forward, backward and double-backward passes."""
 
     def noted(name, fun):
         def kernel(*args):

@@ -25,7 +25,7 @@ FIRST_ORDER = ("solve", "determinant", "log determinant", "a branch on values")
 @pytest.mark.sampled(torch=(20, 30), jax=(6, 20))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_derivatives_are_those_of_differences(backend_name, name):
-    """`tests/conformance/test_operators.py` compares operators with the framework's derivatives."""
+    """Compare with finite differences; `test_operators.py` compares with the framework itself."""
     program = program_of(name)
     order = 1 if name in FIRST_ORDER else 2
     f = lambda *args: program.function(import_module(f"gradtools.{backend_name}"), *args)
@@ -378,7 +378,7 @@ def test_integers_in_an_argument_are_constants_or_are_refused_by_name(gt, backen
 
 @pytest.mark.parametrize("inner", ["grad", "vjp", "jvp", "jacobian", "hvp"])
 def test_a_pushed_derivative_is_differentiated_by_its_tangent(gt, inner):
-    """The pushforward has a graph if the tangent requires a gradient and the primal does not."""
+    """The jvp is differentiable with respect to the tangent even if x requires no gradient."""
     xp = gt.xp
     f = lambda x: xp.sum(xp.sin(x) * x) * xp.sum(x)
     x, t = (gt.asarray(np.sin(np.arange(3.0) + k)) for k in (1, 2))

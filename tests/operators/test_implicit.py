@@ -189,7 +189,7 @@ def gt_leaves(tree):
 
 
 def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
-    """A deep equilibrium model in PyTorch, with and without a gradient edit in its step."""
+    """Compare gradients of closed-over parameters with gradients through the iterations."""
     if backend_name == "jax":
         pytest.skip("needs a PyTorch module")
     import torch
@@ -293,7 +293,7 @@ def test_solve_may_be_scipy(gt, backend_name):
 
 
 def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend_name, rng):
-    """Compare the gradient of a validation loss with respect to the weight of a ridge penalty."""
+    """Compare the gradient and Hessian of a validation loss with the closed-form ridge solution."""
     X, V = (gt.asarray(rng.normal(size=(n, 3))) for n in (20, 9))
     y, v = X @ gt.asarray(np.ones(3)), gt.asarray(rng.normal(size=9))
     cost = lambda b, s: ((X @ b - y) ** 2).mean() + gt.xp.exp(s) * (b**2).sum()
@@ -346,7 +346,7 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
 
 
 def test_an_argument_that_the_equation_ignores_is_disconnected(gt, backend_name):
-    """The policy of each derivative operator applies to each leaf, also inside of a trace."""
+    """The option `disconnected_inputs` of each operator applies to each leaf, even in a trace."""
     a, b = (gt.asarray(np.array([x, 2.0])) for x in (4.0, 3.0))
     closed = lambda a: gt.implicit_solution(lambda z, t: z**2 - a, lambda t: a**0.5, "dense")
     lost = lambda t: closed(a)(t).sum()

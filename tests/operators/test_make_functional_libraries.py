@@ -1,8 +1,8 @@
 """Compares make_functional for flax.linen, flax.nnx and equinox with torch.nn.
 
-The network is dense, batch norm, tanh, dense. Two conventions differ. The running mean is (1 - m)
-old + m batch in PyTorch and m old + (1 - m) batch in flax and equinox. The running variance in
-PyTorch is unbiased, so it is n / (n - 1) times the variance in flax and equinox.
+The layers are dense, batch norm, tanh and dense. Two conventions differ. The running mean is
+(1 - m) old + m batch in PyTorch and m old + (1 - m) batch in flax and equinox. The running variance
+in PyTorch is unbiased, so it is n / (n - 1) times the variance in flax and equinox.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tests metrics, keys and state in microbatched_value_and_grad, aux in minimax_value_and_grad."""
+"""Tests aux, state and keys in microbatched_value_and_grad, and aux in minimax_value_and_grad."""
 
 from __future__ import annotations
 

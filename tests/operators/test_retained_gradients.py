@@ -1,4 +1,4 @@
-"""Compares `retain_gradient` and `retained_gradients` with gradients of added zeros."""
+"""Compares `retain_gradient` and `retained_gradients` to gradients with respect to added zeros."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def penalty(gt, f, x):
 
 
 def programs(gt, backend_name):
-    """Return programs that compute the function of `steps` by other control flow."""
+    """Return programs that compute the function of `steps` with other control flow."""
     one, shared = lambda w, x: layer(gt, w, x), (None, 0)
 
     def repeated(step):

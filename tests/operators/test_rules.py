@@ -40,7 +40,7 @@ GIVEN = {
     "only the cotangent map": ("cotangent",),
 }
 
-# A function whose outputs have other shapes than its inputs: (x, y) -> (x sum(y), y sum(x^2)).
+# The linear maps of (x, y) -> (x sum(y), y sum(x^2)), where x and y have different shapes.
 _MAPS = {
     "tangent": lambda xs, dxs: [
         _sum(

@@ -33,7 +33,7 @@ def mlp(*widths: int, act: Any = nn.Tanh) -> nn.Sequential:
 
 
 def plain(f: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients by plain torch.autograd.grad with a graph."""
+    """Return differentiable gradients, computed by plain torch.autograd.grad."""
     return torch.autograd.grad(f(*xs), xs, create_graph=True)
 
 

@@ -67,7 +67,7 @@ def pushed(gt: Any, f: Any) -> Any:
 
 
 def ruled(gt: Any, f: Any) -> Any:
-    """Return f as a custom rule that passes the cotangent through."""
+    """Return f as a custom rule whose bwd returns the cotangent unchanged."""
     rule = gt.custom_rule(f)
     rule.defvjp(lambda x: (f(x), x), lambda x, c: (c,))
     return rule
@@ -81,7 +81,7 @@ def badly_ruled(gt: Any) -> Any:
 
 
 def noted(call: Callable[[], Any]) -> None:
-    """Raise an error whose message is the notes of the call's exception."""
+    """Raise an error whose message consists of the notes of the call's exception."""
     try:
         call()
     except Exception as error:
@@ -162,7 +162,7 @@ def linen() -> Any:
 
 
 def params_alone(gt: Any, a: Any) -> Any:
-    """Apply a linen module whose variables are its parameters without the collection."""
+    """Apply a linen module with parameters that are not in the collection "params"."""
     apply, params, state = gt.make_functional(linen(), variables={"kernel": a(V)})
     return apply(params, state, a(ROWS))
 

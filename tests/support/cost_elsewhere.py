@@ -24,5 +24,5 @@ ELSEWHERE = {
 
 
 def without_case(gt: Any, cases: Any) -> set[str]:
-    """Return the public operators without a case named `name` or `name, mode`."""
+    """Return the operators outside of ELSEWHERE without a case named `name` or `name, mode`."""
     return set(gt.__all__) - {name.partition(",")[0] for name in cases} - ELSEWHERE

@@ -119,7 +119,7 @@ def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
     """Return every value of a graph by its index."""
     values: dict[int, Any] = {}
     for number in (*graph.inputs, *graph.captured):
-        name = graph.values[number].name  # the name of a constant is its number
+        name = graph.values[number].name  # the name of a constant is its value
         values[number] = known[name].detach() if name in known else torch.tensor(float(name))
     for node in graph.nodes:
         if any(v not in values for v in node.inputs) or node.operation == "missing":

@@ -4,8 +4,8 @@
 
 The arguments a, b, c, d are shapes in parentheses with an optional prefix: p (positive), u (between
 -0.7 and 0.7), z (complex), s (symmetric positive definite), h (Hermitian positive definite) or i
-and a number (integers below it). Without a prefix, the entries are normal random numbers away from
-zero. An argument may also be i followed by the integers themselves.
+and a number n (integers from 0 to n - 1). Without a prefix, the entries are normal random numbers
+away from zero. An argument may also be i followed by the integers themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Defines the pictures of docs/gallery.md: graphs of PyTorch and JAX programs with short texts.
 
 `python -m tests.support.gallery` writes the page and its pictures. Tests compare these files with
-the output, and compare the evaluated graphs with PyTorch's own derivatives.
+the program's output, and compare the evaluated graphs with PyTorch's own derivatives.
 """
 
 from __future__ import annotations

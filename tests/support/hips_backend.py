@@ -1,4 +1,4 @@
-"""Defines a backend for HIPS autograd with the defaults of `Backend`.
+"""Defines a backend for HIPS autograd that uses the default methods of `Backend`.
 
 This backend supports only NumPy arrays and reverse mode. The pullback of autograd is the transpose,
 while gradtools' pullback is the adjoint.

@@ -48,7 +48,7 @@ def same(found, wanted, tolerance=1e-5, least=1e-6):
 
 
 def theirs(net, training):
-    """Return the value, gradients and updated state of a model without gradtools."""
+    """Return a model's value, gradients and updated state, computed without gradtools."""
     if BACKEND == "torch":
         out = (net(asarray(X), training=training) ** 2).mean()
         free = [v.value for v in net.trainable_variables]

@@ -4,9 +4,9 @@
     def f(x):
         return stop(x).sum()  # <- detached
 
-A cause has a comment with the kind of loss on each line that loses the gradient of its first
-argument: `# <- detached`, or `# <- detached, partly` if only one term is lost. A healthy function
-has no such comment. Functions of `gt` and x run in both frameworks.
+A cause is a function that loses the gradient of its first argument. The lines that lose it have a
+comment with the kind of loss: `# <- detached`, or `# <- detached, partly` if one term is lost. A
+healthy function has no such comment. Functions of `gt` and x run in both frameworks.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Planted:
     Attributes:
         make: Returns a loop with the attributes `model`, `optimizer` and `closure`.
         found: The expected kind of finding for each leaf, by name.
-        numerical: Whether the gradient is zero only at the values of this program.
+        numerical: Whether the gradient is zero only because of the values in this program.
         notes: The names of the leaves in the notes of the report.
         oracle: Whether plain optimizer steps change all leaves except the leaves in `found`.
         strangers: Whether the optimizer has parameters of another model.

@@ -1,7 +1,7 @@
 """Plants bugs in ports one at a time, with the expected reports of the comparison tools.
 
-A mistake replaces a piece of text in one side of a port of `ports.py`. `cause` is a part of the
-cause that `cross_check` reports, or UNKNOWN if it reports no cause. `lines` are the source lines in
+A mistake replaces a text in one side of a port in `ports.py`. `cause` is a part of the cause's text
+in the report of `cross_check`, or UNKNOWN if it reports no cause. `lines` are the source lines in
 PyTorch and JAX that `first_divergence` names; the default is the changed line and its counterpart.
 """
 
@@ -39,7 +39,7 @@ class Mistake:
 def built(
     name: str, side: str, folder: Path, old: str = "", new: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the function that builds one side, compiled from a file with the text replaced."""
+    """Replace the text in one side and compile it; return the function and the original lines."""
     lines, _ = inspect.getsourcelines(getattr(ports, f"{name}_{side}"))
     source = textwrap.dedent("".join(lines))
     assert source.count(old), old

@@ -1,7 +1,7 @@
 """Find the private names of PyTorch and JAX that the package uses, by reading its source.
 
-A private name begins with one underscore: the name of a module (`torch._C`), of an import from such
-a module, of an attribute (`x._version`), or a string that names an attribute. Operators
+A private name begins with one underscore. It is the name of a module (`torch._C`), an import from
+such a module, an attribute (`x._version`), or a string that names an attribute. Operators
 (`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
 the standard library and of gradtools do not count as private names, either.
 

@@ -5,9 +5,9 @@
 
 The changes are the same as in mutation tools (cosmic-ray, mutmut): a comparison is inverted, +
 becomes -, a number changes, a `not` is dropped, `and` becomes `or`, a statement is deleted, or a
-function returns None. A mutant runs with the tests that `mutants.toml` lists for its file and with
-the tests that name its module; if they all pass, the whole quick tier runs. A surviving mutant
-shows a line that no quick test covers, or a change without an effect.
+function returns None. The tests that `mutants.toml` lists for the file and the tests that name its
+module run first; if they all pass, the whole quick tier runs. A surviving mutant shows a line that
+no quick test covers, or a change without an effect.
 """
 
 from __future__ import annotations

@@ -79,5 +79,5 @@ def picture_of(outline: Outline, opened: frozenset[int] | None) -> Scene:
 
 
 def fitted(outline: Outline) -> Scene:
-    """Lay out an outline with as many expanded blocks as fit one screen."""
+    """Lay out an outline with as many expanded blocks as fit on one screen."""
     return picture_of(outline, None)

@@ -165,7 +165,7 @@ def _levels_of_jax() -> dict[str, Any]:
 def _rest_of_jax() -> dict[str, Any]:
     import jax
 
-    # the public function does not distinguish all states
+    # no public function of JAX detects all kinds of active traces
     from jax._src.core import trace_state_clean
 
     flags = {

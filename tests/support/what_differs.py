@@ -160,7 +160,7 @@ def _differs(one: Values, other: Values) -> bool:
 
 
 def table() -> str:
-    """Return the rows of the table, with differing rows first."""
+    """Return the table, with the rows that differ first."""
     text = lambda values: "" if values is None else ", ".join(f"{v:.4g}" for v in values)
     rows = []
     for name, of_torch, of_jax in measured():

@@ -25,7 +25,7 @@ class Outcome:
         way: The name of the gradtools operator and of its mode.
         sample: The index of the program's sample inputs.
         dtype: The dtype of the differentiated inputs.
-        result: "agrees" (also if both raise), "differs", "raised" (only gradtools raised), or
+        result: "agrees" (or both raise errors), "differs", "raised" (only gradtools raised), or
             "left out" (there is nothing to compare).
         detail: The numerical error, the error message, or the reason why the comparison was left
             out.

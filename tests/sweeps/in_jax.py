@@ -35,8 +35,8 @@ def sweep(programs: Iterable[Case], whole: bool = False, eager: bool = False) ->
 
     Args:
         programs: Cases of `jax_programs`.
-        whole: Whether to run all samples, also with complex numbers, with all operators. Otherwise
-            the sweep runs only the first sample with the principal operators.
+        whole: Whether to run all samples, including complex arguments, with all operators.
+            Otherwise the sweep runs only the first sample with the principal operators.
         eager: Whether each operator runs separately and without compilation.
     """
     with jax.enable_x64(True), warnings.catch_warnings():

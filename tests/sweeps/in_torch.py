@@ -353,7 +353,7 @@ def _judged(point: Point, way: Way) -> tuple[str, str] | None:
 
 
 def distance(found: Tensors, expected: Tensors) -> float:
-    """Return the largest difference relative to the largest entry, where NaN equals NaN."""
+    """Return the largest difference divided by max(1, largest entry), where NaN equals NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return float("inf")
     a, b = (

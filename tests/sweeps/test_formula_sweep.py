@@ -1,4 +1,4 @@
-"""`formula` is right or raises an error with a reason for each function of JAX and PyTorch.
+"""For each function of JAX and PyTorch, `formula` is correct or raises an error with a reason.
 
 `formula` compares a formula with automatic differentiation before returning the formula. If
 `formula` raises an error, the error must state a cause in f.

@@ -1,9 +1,9 @@
-"""Tests all differentiable operations of PyTorch, and that the sweep detects errors.
+"""Tests all differentiable operations of PyTorch, and tests that the sweep detects errors.
 
 `make test-all` runs one sample of each operator, module and custom operator in PyTorch's own
-tables. Each entry of `op_db` is tested with one third of gradtools' quick operators, which rotates
-from entry to entry. The mark `sweep` selects the whole sweep, with all operators, more samples and
-in-place variants.
+tables. Each entry of `op_db` is tested with one third of gradtools' quick operators; successive
+entries use different thirds. The mark `sweep` selects the whole sweep, with all operators, more
+samples and in-place variants.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TableProgram:
         f: A function of the primals that returns the tuple of differentiable outputs.
         primals: Detached tensors.
         random: Whether f draws random numbers from a fixed seed.
-        alone: Whether f is elementwise and all tensors have one shape.
+        alone: Whether f is elementwise and all tensors have the same shape.
     """
 
     name: str

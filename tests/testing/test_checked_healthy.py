@@ -1,6 +1,6 @@
 """`checked` raises no error for correct programs with edits, kinks or random draws.
 
-The first table contains programs for both frameworks, and each of the next tables for one
+The first table contains programs for both frameworks; each later table contains programs for one
 framework. The last test runs the programs in test_jax.py.
 """
 

@@ -84,7 +84,7 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
     """Operators that split a batch must raise an error if the batch is empty.
 
-    vmap and all_gather are the framework's own functions, and `chunked` returns an empty array.
+    vmap and all_gather may raise the framework's errors, and `chunked` returns an empty array.
     """
     found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
     # chunked returns an empty array for an empty batch

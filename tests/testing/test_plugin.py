@@ -1,4 +1,4 @@
-"""Tests the pytest plugin by runs of pytest inside of pytest."""
+"""Tests the pytest plugin by running pytest inside of pytest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Defines losses of PyTorch modules without lost gradients, and losses with planted bugs.
 
-A healthy function returns a closure that computes the loss, and the model. An entry for a planted
-bug contains a loss term of the logits, the expected kinds of findings, and a flag that is True if
-the whole gradient is lost.
+A healthy function returns two values: a closure that computes the loss, and the model. An entry for
+a planted bug contains a loss term of the logits, the expected kinds of findings, and a flag that is
+True if the whole gradient is lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines PyTorch functions that lose gradients, by cause, and functions that lose none."""
+"""Defines PyTorch functions that lose gradients on marked lines, and correct functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests derivatives of the rows of a Jacobian with a batch of cotangents.
+"""Tests derivatives of Jacobians that are computed from a batch of cotangents.
 
 `torch.autograd.grad(is_grads_batched=True, create_graph=True)` uses the legacy vmap, which loses
 the graph of a `torch.autograd.Function`; gt.jacobian uses torch.vmap. Each program computes a

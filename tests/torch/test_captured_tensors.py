@@ -75,7 +75,7 @@ WAYS = {"a leaf": lambda q: q, "a result": torch.exp}
 
 
 def gradients(operator, body, captured, x, q):
-    """Return first and second derivatives for captured tensors by autograd and by torch.func."""
+    """Return functions that differentiate the loss with respect to q by autograd and torch.func."""
 
     def loss(q):
         w = captured(q)

@@ -37,7 +37,7 @@ def step(net, x, **options):
 
 
 def two_passes(net, x):
-    """Run the forward pass without a graph, then each chunk again with its cotangent, by hand."""
+    """Run the forward pass without a graph, then run each chunk again with its cotangent."""
     for p in net.parameters():
         p.grad = None
     chunks = x.split(CHUNK)

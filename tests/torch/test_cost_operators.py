@@ -1,4 +1,4 @@
-"""Every public operator costs as much as handwritten code in the programs of the benchmark.
+"""Compares the costs of every public operator and of handwritten code in the benchmark programs.
 
 These costs are counts, so they are equal on every machine; `make bench` also measures seconds.
 """

@@ -1,4 +1,4 @@
-"""A custom rule in PyTorch computes and saves as much as a handwritten autograd.Function."""
+"""Compares operations and saved bytes of custom rules and of handwritten autograd.Functions."""
 
 from __future__ import annotations
 

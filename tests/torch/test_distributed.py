@@ -1,4 +1,4 @@
-"""Compares chunked functions and `all_gather` in several processes with one process.
+"""Compares `chunked` and `all_gather` in several processes with results of a single process.
 
 Each group of processes is started only once. Every check runs in all processes of a group, and the
 test compares the results. A process that hangs is terminated and fails the test.
@@ -119,7 +119,7 @@ def own(rank, world):
 
 @check
 def usual_gather(rank, world):
-    """Compute the loss with the usual method, in which rows of other processes are constants."""
+    """Compute gradients with the usual method, in which rows of other processes are constants."""
     model = encoder()
     y = model(batch(world)[rank * ROWS : (rank + 1) * ROWS])
     parts = [torch.empty_like(y) for _ in range(world)]
@@ -135,7 +135,7 @@ def usual_gather(rank, world):
 
 @check
 def looped(rank, world):
-    """Compare `chunked` in DDP with a plain loop over chunks, also in the number of reductions."""
+    """Compare `chunked` in DDP with a plain loop over chunks, and the numbers of reductions."""
     found = []
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
@@ -247,7 +247,7 @@ def in_order(grads):
 
 @check
 def token_means(rank, world):
-    """Compute token means by GradientAccumulator, by microbatches and with DDP's no_sync."""
+    """Average gradients over tokens, from `gt.grad` and from `backward` under DDP's no_sync."""
     from torch.distributed.device_mesh import init_device_mesh
 
     x, tokens, steps = parts(rank, world)
@@ -271,7 +271,7 @@ def token_means(rank, world):
 
 @check
 def token_means_of_fsdp(rank, world):
-    """The loss of a rank is a sum over its tokens divided by the number of tokens of all ranks."""
+    """Average gradients over tokens with FSDP, with losses divided by the tokens of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

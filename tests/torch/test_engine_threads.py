@@ -53,7 +53,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_beside_a_thread_that_stays_in_forward_mode(name):
-    """PyTorch has only one dual level, so gradtools computes the tangent from the pullback."""
+    """All threads share the dual level, so gradtools computes the tangent from the pullback."""
     expected = WAYS[name](X).detach()
     entered, done = threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ def interrupted(name, count):
     """Raise KeyboardInterrupt at call number `count` of gradtools; return whether it was raised.
 
     Python handles signals at the start of calls. `__enter__` and `__exit__` are excluded, because
-    context managers, also in PyTorch, do not restore their state after an interrupt.
+    context managers, even PyTorch's, do not restore their state after an interrupt.
     """
     left = count
 

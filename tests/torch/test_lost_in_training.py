@@ -1,4 +1,4 @@
-"""Tests reports of lost gradients in PyTorch training, and compares them with plain steps."""
+"""Compares reports of lost gradients in PyTorch training with the effect of optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """gradtools registers, patches and copies nothing in PyTorch outside of its own calls.
 
 The tests compare all kernels of PyTorch's dispatcher and the attributes of its public namespaces
-before and after. They run in subprocesses, because PyTorch registers some kernels at their first
-use.
+before and after calls of all operators. They run in subprocesses, because PyTorch registers some
+kernels at their first use.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
 def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
-    """The first thread leaves `as_written` before the second, which saved the first stance."""
+    """The first thread exits `as_written` before the second thread, which entered it later."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     first_entered, second_entered = threading.Event(), threading.Event()
 

@@ -51,12 +51,12 @@ class Towers(nn.Module):
         )
 
     def encoded(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode x by a method of the module, whether the module is sharded or not."""
+        """Encode x; the operator wraps this bound method instead of the encoder."""
         return self.encoder(x)
 
 
 class Critic(nn.Module):
-    """A critic with a gradient penalty around a generator that is not trained."""
+    """A gradient penalty for a critic of the outputs of an untrained network G."""
 
     def __init__(self, encode: Callable[..., Any], net: nn.Module) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ RULED = {
 
 @pytest.mark.parametrize("name", RULED)
 def test_a_tangent_along_a_graph_keeps_it(name):
-    """The gradient of <w, J v> with respect to v is J^T w, also after repeated calls."""
+    """The gradient of <w, J v> with respect to v is J^T w, even after repeated calls."""
     f, x = RULED[name], torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
     v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
     for _ in range(3):

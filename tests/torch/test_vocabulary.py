@@ -188,7 +188,7 @@ class Cube(torch.autograd.Function):
 
 
 class Wrong(Cube):
-    """A Function whose backward is not the derivative."""
+    """A Function whose backward does not compute the derivative."""
 
     @staticmethod
     def backward(ctx, ct):

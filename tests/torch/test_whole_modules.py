@@ -299,7 +299,7 @@ def test_a_module_in_forward_mode_keeps_its_tangents_under_vmap():
 
 def test_a_graph_that_f_captures_counts_as_in_backward_and_stays():
     net, w = mlp(), torch.ones(6, 1, dtype=X.dtype, requires_grad=True)
-    features = net[0](X)  # f captures this result of the same parameters
+    features = net[0](X)  # f captures this result, which depends on the parameters
     f = lambda net: (net(X) * w * net[2](features.tanh())).square().mean()
     sources = [w, *net.parameters()]
     grads = gt.grad(f)(net)
@@ -357,7 +357,7 @@ READERS = {
 def test_a_parameter_that_f_reads_by_another_reference_is_differentiated(derivative):
     net = mlp()
     likelihood = Likelihood(net)
-    f = lambda m: m(net(X))  # f reads the model by its own name, not through the argument
+    f = lambda m: m(net(X))  # f captures `net` instead of reading `m.model`
     names, ps = zip(*likelihood.named_parameters(), strict=True)
     wanted = torch.autograd.grad(f(likelihood), ps)
     same(derivative(f, likelihood), dict(zip(names, wanted, strict=True)))

@@ -182,15 +182,16 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         "",
         "## Floors",
         "",
-        "The table counts one run of each row over its goal, for gradtools and for the peer. The "
-        "peer of `mixed_partial` is one forward pass of G, and the peer of a trace is the trace of "
-        "`jax.custom_vjp`; a row without a peer has zero.",
+        "For each row whose figure exceeds its goal, the table shows the numbers of operations and "
+        "Python calls of one run, first for gradtools and then for the peer. The peer of "
+        "`mixed_partial` is one forward pass of G, and the peer of a trace is the trace of "
+        "`jax.custom_vjp`. In a row without a peer, the second number is 0.",
         "",
         "| work | operations | Python calls | additional work of gradtools |",
         "|---|---|---|---|",
         *floors,
         "",
-        "## Growth: microseconds for each",
+        "## Growth: microseconds for each leaf, chunk, rule or call",
         "",
         "| | one | few | more | many |",
         "|---|---|---|---|---|",

@@ -113,7 +113,8 @@ def _of_all(page: Path) -> str:
 def _of_frozen() -> str:
     """Returns the costs of `frozen` for each network of frozen.md."""
     lines = [
-        "| G | work, times double backward | time | peak MB at 64 uses | double backward, MB |",
+        "| G | work relative to double backward | time relative to double backward "
+        "| peak MB at 64 uses | double backward, MB |",
         "|---|---|---|---|---|",
     ]
     for row in rows("frozen.md", "gt.frozen", under="Work"):

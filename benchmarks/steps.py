@@ -36,7 +36,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
 FLOORS = {  # the additional work of gradtools, keyed by the beginning of the row's name
     "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "
     "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
-    "tensors; an alias of each gradient, which is differentiable again; and, for "
+    "tensors; an alias of each gradient, which can be differentiated; and, for "
     "`assign_gradients`, checks and a copy of each gradient",
     "`make_functional`, MLP of 400 tensors": "a copy of each module, an alias of each parameter, "
     "and a traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly "

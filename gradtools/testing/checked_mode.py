@@ -242,7 +242,7 @@ class CheckedProgram:
                 self(self.numbers(self.leaves))
                 found, self.kind = [(name, line) for name, line, _ in self.seen], kind
                 k = bisect_left(range(len(found)), True, key=differs)
-            except Exception:  # f has no derivative of this kind to report
+            except Exception:  # f has no derivative of this kind
                 continue
             for name, line in found[k : k + 1]:
                 texts.append(f"The {word}derivative of {name}{line} is the first wrong derivative.")

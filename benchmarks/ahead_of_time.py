@@ -337,7 +337,7 @@ def main(platform: str) -> None:
                 ((count, chunks(target, count)) for count in COUNTS),
             ),
             *_section(
-                "A mixed partial around G", "layers", ((n, depth(target, n)) for n in DEPTHS)
+                "A mixed partial through G", "layers", ((n, depth(target, n)) for n in DEPTHS)
             ),
             *_section(
                 f"The derivative with respect to y of df/dz at {USES} z_i",
@@ -390,7 +390,7 @@ def _counted(cost: Cost) -> str:
 
 def _meshes(target: Target) -> Iterator[str]:
     yield from ("", "## A contrastive gradient over devices, 2,048 rows on each, float32", "")
-    yield from ("| devices | axes | bytes of one device, MB | moves |", "|---|---|---|---|")
+    yield from ("| devices | axes | memory of one device, MB | collectives |", "|---|---|---|---|")
     for board in BOARDS:
         count = len(devices(target.platform, board))
         for kind in KINDS:

@@ -191,9 +191,9 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
     packages = ["torch", "jax", *sorted(name for among in PEERS.values() for name in among)]
     versions = [f"{name} {version(name)}" for name in packages if name not in absent()]
     heads = ["operator", "backend", "MFLOP", "by hand", "peak, kB", "by hand", "ms", "by hand"]
-    left = [f"{name}: {why}" for name, why in ELSEWHERE.items()]
-    left += [f"{name}: not installed" for name in absent()]
-    left += [] if ARRAYS else ["JAX: no such device is available"]
+    left = [f"{name} ({why})" for name, why in ELSEWHERE.items()]
+    left += [f"{name} (not installed)" for name in absent()]
+    left += [] if ARRAYS else ["JAX (no such device is available)"]
     text = [
         f"# The cost of every operator, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(versions),
@@ -212,7 +212,7 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         "entry, so that the norm cannot overflow; `hvp` in mode forward over reverse and "
         "`chunked` in PyTorch use one more buffer.",
         "",
-        "Not in the table: " + "; ".join(left) + ".",
+        "The table does not contain: " + "; ".join(left) + ".",
         "",
         f"![costs relative to hand-written code]({name}.svg)",
     ]

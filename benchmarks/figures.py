@@ -68,7 +68,7 @@ def _of_steps() -> str:
         "The next table compares gradtools with hand-written code or with another package. The "
         "figures are ratios of processor times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
-        "[steps](../benchmarks/results/steps.md#floors) counts the operations and calls.",
+        "[steps](../benchmarks/results/steps.md#floors) lists the operations and calls.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",
@@ -113,7 +113,8 @@ def _of_all(page: Path) -> str:
 def _of_frozen() -> str:
     """Returns the costs of `frozen` for each network of frozen.md."""
     lines = [
-        "| G | work, times double backward | time | peak MB at 64 uses | double backward, MB |",
+        "| G | work relative to double backward | time relative to double backward "
+        "| peak MB at 64 uses | double backward, MB |",
         "|---|---|---|---|---|",
     ]
     for row in rows("frozen.md", "gt.frozen", under="Work"):

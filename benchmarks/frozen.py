@@ -360,7 +360,7 @@ def agree(found: dict[str, np.ndarray]) -> None:
 
 
 def ratios(ways: Ways) -> dict[str, float]:
-    """Returns medians over rounds of the time relative to double backward in the same round."""
+    """Returns medians, over the rounds, of the times divided by the time of double backward."""
     names, rounds, spent = list(ways), [], 0.0
     while len(rounds) < LEAST or (spent < SECONDS and len(rounds) < MOST):
         first = len(rounds) % len(names)
@@ -476,10 +476,10 @@ def report(cells: list[Cell]) -> str:
     sections = [
         (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
         (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
-        (f"Time, times double backward ({DEPTH} layers)", timed, times),
+        (f"Time relative to double backward ({DEPTH} layers)", timed, times),
         (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
         (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),
-        (f"Depth: time, times double backward ({FEW} uses)", over_depth, times),
+        (f"Depth: time relative to double backward ({FEW} uses)", over_depth, times),
     ]
     lines = [
         f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
@@ -492,10 +492,11 @@ def report(cells: list[Cell]) -> str:
         f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, width "
         f"{CODES['transformer'][2]}, and attention by plain products. The peak is the memory of "
         "live storages in PyTorch, and the temporaries of the compiled program in JAX. The work "
-        "counts products and convolutions, including the work of f. A time is the median "
-        "ratio of CPU seconds to double backward. Each round runs each method once, in an order "
-        f"that rotates; there are at least {LEAST} rounds and at most {MOST}, and no further round "
-        f"after {SECONDS} s. A dash marks a cell that was not measured.",
+        "counts products and convolutions, including the work of f. Each round runs each method "
+        "once, in an order that rotates. A time is the median, over the rounds, of the CPU seconds "
+        "of a method divided by the CPU seconds of double backward in the same round. There are "
+        f"{LEAST} to {MOST} rounds; after {LEAST} rounds, no round begins if the rounds have taken "
+        f"{SECONDS} s. A dash marks a cell that was not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]

@@ -136,10 +136,10 @@ def report() -> str:
         "",
         f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}) in float32 on one thread. "
         f"Times are medians of CPU seconds over {ROUNDS} rounds. Each round runs each method once, "
-        "in an order that rotates. The time of the forward pass is the minimum.",
+        "in an order that rotates. The time of a forward pass is the minimum over the rounds.",
         "",
         "| G | a forward pass, ms | double backward, ms per use | `frozen`, additional ms "
-        "| `frozen`, times double backward | by hand, times double backward |",
+        "| `frozen`, relative to double backward | by hand, relative to double backward |",
         "|---|---|---|---|---|---|",
     ]
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative

@@ -1,4 +1,4 @@
-"""Measures the time to import a backend after its framework, as the median of new processes.
+"""Measures the time to import a backend after its framework: the median over new processes.
 
 Times are CPU seconds, which other processes affect little.
 """

@@ -202,7 +202,7 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
     full = sum(r.calls >= CALLS for r in runs)
     yield (
         f"{len(runs)} uses were measured, {full} of them with at least {CALLS:,} calls; the table "
-        f"shows the number of calls. The counts of {grew or 'no'} uses grew."
+        f"shows the number of calls. The number of uses with a count that grew is {grew}."
     )
     if lost:
         yield f"These uses were not measured: {', '.join(lost)}."

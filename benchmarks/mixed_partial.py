@@ -116,7 +116,7 @@ def main() -> None:
         f"G has layers of width {WIDTH}; the batch size is {BATCH}; arrays are float32. "
         f"Times are medians over {ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
-        "| framework | depth of G | method | memory, MB | ms | times double backward |",
+        "| framework | depth of G | method | memory, MB | ms | relative to double backward |",
         "|---|---|---|---|---|---|",
         *(line for depth in DEPTHS for line in measured(depth)),
     ]

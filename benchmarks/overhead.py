@@ -27,7 +27,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 class _Reverse(torch.autograd.Function):
-    """A hand-written gradient reversal with forward mode, reverse mode, vmap and torch.func."""
+    """A hand-written gradient reversal that supports both modes, vmap and torch.func."""
 
     @staticmethod
     def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ def main() -> None:
         f"# A call of a custom rule, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {torch.__version__}, one CPU thread",
         "",
-        f"The rule is the derivative of exp for 8 x 8 arrays in float32. Times are minimum "
+        f"The rule defines exp and its derivative for 8 x 8 arrays in float32. Times are minimum "
         f"processor times over {ROUNDS} interleaved rounds of {CALLS} calls. Ratios are relative "
-        "to the first variant of each kind; the first two variants have no forward mode.",
+        "to the first variant of each measurement; the first two variants have no forward mode.",
         "",
         "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",

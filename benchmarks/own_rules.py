@@ -1,8 +1,8 @@
 """Compares custom rules with equivalent rules that are written for one framework.
 
-The variants of a row are timed in turn. The table contains the minimum of each variant, and the
-ratio to the first variant. The rule is the derivative of exp, which saves its output. At small
-sizes, the time is mostly overhead.
+The variants of a row are timed in turn. The table contains the minimum time of each variant, and
+the ratio to the first variant. The rule defines exp and its derivative, and saves the output. At
+small sizes, the time is mostly overhead.
 """
 
 from __future__ import annotations
@@ -219,9 +219,9 @@ def main() -> None:
         f"# Custom rules, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        f"The rule is the derivative of exp in float32. Times are minima over {ROUNDS} interleaved "
-        f"rounds of {CALLS} calls. The hand-written code is a torch.autograd.Function and a "
-        "jax.custom_vjp. For host functions, see host_functions.md.",
+        f"The rule defines exp and its derivative in float32. Times are minima over {ROUNDS} "
+        f"interleaved rounds of {CALLS} calls. The hand-written code is a torch.autograd.Function "
+        "and a jax.custom_vjp. For host functions, see host_functions.md.",
         "",
         "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",

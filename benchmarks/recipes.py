@@ -6,7 +6,7 @@
 The programs of a page set their sizes in a line that ends in `# measured: ...`; this script
 replaces these sizes by the measured sizes. Each row runs in a separate process. The memory is the
 peak memory of the process during a step minus the memory before the step, after compilation in JAX.
-Time is the processor time of the step relative to the first method.
+Methods are compared in pairs; time is the processor time relative to the first method of the pair.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def main() -> None:
         f"# Memory of the recipes, {datetime.date.today()}, {frameworks}",
         "",
         "The memory is the peak memory of the process during a step (value and gradient in float32 "
-        "on one thread) minus the memory before the step. Time is processor time relative to the "
-        "first method.",
+        "on one thread) minus the memory before the step. Methods are compared in pairs; time is "
+        "the processor time relative to the first method of the pair.",
     ]
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

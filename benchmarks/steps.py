@@ -36,7 +36,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
 FLOORS = {  # the additional work of gradtools, keyed by the beginning of the row's name
     "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "
     "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
-    "tensors; an alias of each gradient, which is differentiable again; and, for "
+    "tensors; an alias of each gradient, which can be differentiated; and, for "
     "`assign_gradients`, checks and a copy of each gradient",
     "`make_functional`, MLP of 400 tensors": "a copy of each module, an alias of each parameter, "
     "and a traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly "
@@ -182,15 +182,16 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         "",
         "## Floors",
         "",
-        "The table counts one run of each row over its goal, for gradtools and for the peer. The "
-        "peer of `mixed_partial` is one forward pass of G, and the peer of a trace is the trace of "
-        "`jax.custom_vjp`; a row without a peer has zero.",
+        "For each row whose figure exceeds its goal, the table shows the numbers of operations and "
+        "Python calls of one run, first for gradtools and then for the peer. The peer of "
+        "`mixed_partial` is one forward pass of G, and the peer of a trace is the trace of "
+        "`jax.custom_vjp`. In a row without a peer, the second number is 0.",
         "",
         "| work | operations | Python calls | additional work of gradtools |",
         "|---|---|---|---|",
         *floors,
         "",
-        "## Growth: microseconds for each",
+        "## Growth: microseconds for each leaf, chunk, rule or call",
         "",
         "| | one | few | more | many |",
         "|---|---|---|---|---|",

@@ -565,7 +565,7 @@ def private() -> Iterator[Row]:
     apply, params, state = gt.make_functional(net)
     each = gt.per_example_grad(lambda p, x: loss(lambda x: apply(p, state, x)[0], x))
 
-    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # the return frees the gradients
+    def of_chunk(x: torch.Tensor) -> dict[str, torch.Tensor]:  # frees the gradients on return
         grads = each(params, x)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
         factors = 1.0 / norms.clamp(min=1.0)

@@ -42,7 +42,7 @@ ROUNDS = 2
 BATCH, CHUNK = 32, 4
 PLAIN, OURS = "plain, the whole batch", "gt.chunked"
 PEER = "sentence-transformers' cached loss"
-AFTER = ", backward after the region"
+AFTER = ", backward outside of autocast"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 SCALER = 1024.0  # the scale of the loss in float16; without a scale, small gradients would be 0
 
@@ -232,8 +232,8 @@ def main() -> None:
     loss, exact = towers.exact()
     found = measured(towers)
     packages = ("torch", "jax", "flax", "sentence-transformers")
-    heads = ["framework", "precision", "method", "loss", "gradient error to the plain step"]
-    heads += ["to float64", "peak, MB", "s"]
+    heads = ["framework", "precision", "method", "loss", "gradient error against the plain step"]
+    heads += ["against float64", "peak, MB", "s"]
     lines = [
         f"# Two towers in each precision, {datetime.date.today()}, "
         f"Python {sys.version.split()[0]}, "

@@ -2,8 +2,8 @@
 
 A page may link to any file of the repository, and the hook makes a page of each linked file.
 README.md is the home page. The page of a program contains its docstring, its stored output and
-pictures (examples/printed) and its source. The page of a notebook contains its outputs, and
-Markdown is not changed. A link to a missing file is not rewritten, so MkDocs in strict mode fails.
+pictures (examples/printed) and its source. The page of a notebook contains its outputs. Markdown
+files are not changed. A link to a missing file is not rewritten, so MkDocs in strict mode fails.
 
 The programs are downloaded as one folder, examples.zip, since they import files that they share. A
 notebook links to itself in Colab if REPO_URL is set (.github/workflows/docs.yml).

@@ -124,7 +124,7 @@ class FrameworkRun:
             yield
 
     def start(self, weights: Sequence[Array]) -> None:
-        """Sets the weights, and creates a new optimizer."""
+        """Sets the weights, and resets the momenta and the counts of evaluations."""
         self._evaluations.clear()
         self.params = [self.gt.asarray(x) for x in weights]
         self._momenta = [self.gt.xp.zeros_like(x) for x in self.params]

@@ -1,8 +1,9 @@
 """Trains A and B to minimize and C to maximize one cost, in one forward and backward pass.
 
-The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` negates the
-gradient of C, so ordinary optimizers can update A, B and C: one Adam optimizer for A and B, and
-another for C. For comparison, the signs of C's gradients are flipped by hand.
+The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x) with d(y, x) = |y|^(x + 1).
+``minimax_value_and_grad`` negates the gradient of C, so ordinary optimizers can update A, B and C:
+one Adam optimizer for A and B, and another for C. For comparison, the signs of C's gradients are
+flipped by hand.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Defines the derivative of a SciPy function, and estimates an aperture from its diffraction rings.
 
 Light that passes through a circular hole forms rings. The brightness at the angle s is
-(2 J1(as) / as)^2, where a is the hole's radius in wavelengths over 2 pi. Neither framework
+(2 J1(as) / as)^2, where a is 2 pi times the hole's radius in wavelengths. Neither framework
 differentiates J1 to every order, but SciPy computes J_v. Since J_v' = (J_{v-1} - J_{v+1}) / 2, the
 rule of J_v calls J_v again, so derivatives of every order and mode exist. Newton's method with the
 full Hessian estimates radius, brightness and background from noisy rings.

@@ -6,8 +6,8 @@ three kernels (value, vjp and double backward) suffice for every second derivati
 over forward. A trust-region method then fits the position, width and height of a bump to three
 records of the bump at different speeds.
 
-The first run builds the extension in about 20 seconds. The kernels take and return NumPy arrays, so
-a JAX program can also call the kernels.
+The first run builds the extension in about 20 seconds. The program wraps the kernels as functions
+of NumPy arrays, so a JAX program can also call the kernels.
 """
 
 import numpy as np

@@ -102,7 +102,7 @@ def show(gt, backend):
 
 
 def trained(gt, backend, loss, image):
-    """Returns the image after some steps of gradient descent with momentum."""
+    """Returns the image after STEPS steps of gradient descent with momentum."""
     step = gt.value_and_grad(loss)
     step = gt.compile(step) if backend == "jax" else step
     speed = 0.0 * image

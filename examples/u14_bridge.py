@@ -4,8 +4,8 @@ The simulator, a damped pendulum, is written in JAX if this program runs in PyTo
 if it runs in JAX. The bridge converts the simulator to a differentiable function of this framework.
 Newton's method fits length and damping to an observed swing, with the Hessian of the loss through
 the simulator. Then gradient descent fits length and damping to the derivative of the swing with
-respect to its starting point, so that each step computes a second derivative. Both programs compute
-the same numbers.
+respect to its starting point, so that each step computes a second derivative. The results agree in
+both frameworks.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-// The search runs in a worker, and a page that is opened from the disk may start none: there its
-// script runs in a hidden frame, which is given what a worker has.
+// The search runs in a web worker, but browsers start no worker for a page that is opened from a
+// local file. For such a page, the script runs in a hidden frame with the interface of a worker.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {

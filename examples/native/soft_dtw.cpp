@@ -32,7 +32,7 @@ template <class Number>
 struct Program {
     int64_t n, m;
     double gamma;
-    std::vector<Number> weights;  // of the three predecessors of each cell
+    std::vector<Number> weights;  // weights of the three predecessors of each cell
     Number total;
 
     template <class Table>

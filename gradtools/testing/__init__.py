@@ -1,4 +1,4 @@
-"""Defines checks for users' tests, of derivatives and of ports from PyTorch to JAX.
+"""Defines checks of derivatives, and of ports from PyTorch to JAX, for users' tests.
 
 The names of this package are imported lazily, and a framework is imported only when a check uses
 it.

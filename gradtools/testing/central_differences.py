@@ -2,8 +2,8 @@
 
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
-Each entry of x is perturbed in proportion to its magnitude. The derivative agrees if it equals the
-central difference at one of two step sizes h. The derivative is reported as different if its
+Each entry of x is perturbed in proportion to its magnitude. The derivative agrees if it is close to
+the central difference at one of two step sizes h. The derivative is reported as different if its
 distance from the central difference exceeds the sum of three terms: the rounding error, the
 difference between the results of the two step sizes, and the change of the derivative between
 x - h u and x + h u. By the mean value theorem, the central difference is a mean of the derivative

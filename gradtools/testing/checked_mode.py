@@ -8,10 +8,10 @@ later runs by its value from the first run. Values whose gradients are stopped i
 custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
 of a custom rule, and the rule can compute the derivative of a function in which this value varies
 (as in a linear solver with factors of a stopped matrix); a hook of f can also compute such a
-derivative. A derivative is wrong only if it differs from finite differences both with stopped
-values constant and with stopped values recomputed. If a derivative is wrong, the derivatives of
-f's intermediate values are compared in the same way to locate the first operation with a wrong
-derivative.
+derivative. In these cases, a derivative is wrong only if it differs from finite differences both
+with stopped values constant and with stopped values recomputed. If a derivative is wrong, the
+derivatives of f's intermediate values are compared in the same way to locate the first operation
+with a wrong derivative.
 
 The module `central_differences` implements the comparison. The modules `checked_mode` of
 `gradtools.torch` and `gradtools.jax` run f at other points. While a `checked` context is active,
@@ -242,7 +242,7 @@ class CheckedProgram:
                 self(self.numbers(self.leaves))
                 found, self.kind = [(name, line) for name, line, _ in self.seen], kind
                 k = bisect_left(range(len(found)), True, key=differs)
-            except Exception:  # f has no derivative of this kind to report
+            except Exception:  # f has no derivative of this kind
                 continue
             for name, line in found[k : k + 1]:
                 texts.append(f"The {word}derivative of {name}{line} is the first wrong derivative.")

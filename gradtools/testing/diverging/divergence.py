@@ -39,7 +39,7 @@ class Divergence(Report):
             has no finite entry on either side.
         torch: The operation in PyTorch at which the programs diverge, or None if they agree.
         jax: The operation in JAX at which the programs diverge.
-        last_torch: The last common value from which both operations are computed, in PyTorch.
+        last_torch: The last common value on which both operations depend, in PyTorch.
         last_jax: The last common value in JAX.
         relation: The relation between the two values or cotangents, in a few words.
     """
@@ -82,8 +82,8 @@ def first_divergence(
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are also compared; the report contains the user's source lines on both
     sides. Intermediate values may have different layouts and be computed in a different order.
-    Entries that are NaN or infinite on both sides are not compared; the report counts them for the
-    outputs.
+    Entries that are NaN or infinite on both sides are not compared; the report contains the number
+    of these entries in outputs and gradients.
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).

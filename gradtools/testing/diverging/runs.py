@@ -199,7 +199,7 @@ def match(
     Args:
         torch: The run in PyTorch.
         jax: The run in JAX.
-        named: Pairs of corresponding leaves, which are common even if the values are constant.
+        named: Pairs of corresponding leaves, which are compared even if all entries are equal.
 
     Returns:
         A dictionary from each index in `Step.entries` to the steps of PyTorch and of JAX with these

@@ -69,7 +69,7 @@ class _ValueRecorder(RunRecorder):
         self.edges: dict[int, GradientEdge] = {}
 
     def new(self, x: Any, name: str = "") -> int:
-        """Creates a step for a captured tensor; `add` sets the operation of all other steps."""
+        """Creates a step that marks x as captured; `add` changes the mark of computed tensors."""
         number = super().new(x, name)
         if isinstance(x, torch.Tensor):
             self.steps[number] = Step(Place("captured"), _array(x), leaf="captured")

@@ -109,7 +109,7 @@ class ParameterMapping:
             flax.linen's new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: The names or shapes in `torch_params` differ from this mapping's.
+            GradtoolsError: A name in `torch_params` is not in this mapping, or a shape differs.
         """
         arrays = read_torch(torch_params)
         if unknown := [name for name in arrays if name not in self.source]:

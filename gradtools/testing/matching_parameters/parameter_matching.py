@@ -344,8 +344,8 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
 def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
     """Groups JAX's arrays by module and leaf.
 
-    The norm of a layer with weight normalization is stored in the leaf "g". If PyTorch's model has
-    a recurrent cell, modules that are named like gates become leaves of their cell, such as
+    The leaf "g" is the norm of a layer with weight normalization. If PyTorch's model has a
+    recurrent cell, modules that are named like gates become leaves of their cell, such as
     "hf.kernel".
     """
     modules: JaxModules = {}

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 3, 4
 
 
 def log_sum_exp(gt, backend):
-    """Returns log(sum(exp(row))) as a rule that is differentiable at any order, and the kernel."""
+    """Returns a rule for log(sum(exp(row))), differentiable to any order, and its kernel."""
     kernels = {"torch": custom_ops, "jax": pallas_kernels}[backend]()
     value = gt.custom_rule(kernels[0])
     softmax = gt.custom_rule(kernels[1])

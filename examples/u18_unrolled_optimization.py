@@ -1,7 +1,7 @@
 """Differentiates through the steps of an optimizer without storing the activations of each step.
 
 A network is trained for several steps, and a fifth of its training targets have the wrong sign.
-The outer loss is the loss of clean examples after the last step. The gradient of the outer loss
+The outer loss is the loss on clean examples after the last step. The gradient of the outer loss
 with respect to the example weights and the step size is propagated through all steps. With
 ``mode="forward_over_reverse"`` the inner gradient keeps only the parameters and the gradient of
 each step; double backward also keeps the activations.

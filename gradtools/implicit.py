@@ -381,4 +381,4 @@ class _Solution:
 
 
 def _root(form: _Form, x: Array, p: Any) -> Array:
-    return 1 * x  # x is copied, so that residuals distinguish the output from the argument
+    return 1 * x  # a copy, so that the output and the argument are different residuals

@@ -30,8 +30,8 @@ def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
     """Returns the error for a Keras model that was passed in place of a pytree of arrays."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), which is not a "
-        "pytree of its variables. Differentiate with respect to params in apply, params, state = "
-        "gt.make_functional(model, train=True)."
+        "pytree of its variables. Call `apply, params, state = gt.make_functional(model, "
+        "train=True)` and differentiate apply with respect to params."
     )
 
 

@@ -230,8 +230,9 @@ PICTURES = (
     Picture(
         "sinh_lost",
         "Sinh: the second gradient is lost",
-        "The rule saves two exponentials on `ctx` without a graph to x. PyTorch therefore returns "
-        "None for the second gradient, and the picture contains no second gradient.",
+        "The rule saves two exponentials on `ctx` that are not connected to x by a graph. PyTorch "
+        "therefore returns None for the second gradient, and the picture contains no second "
+        "gradient.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,

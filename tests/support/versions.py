@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def interpreter(version: str) -> str | None:
-    """Return a working Python of a version, from PATH or from pyenv, or None."""
+    """Return the path of a Python of the given version, from PATH or pyenv, or None."""
     candidates = [shutil.which(f"python{version}")]
     pyenv = Path.home() / ".pyenv" / "versions"
     candidates += [str(p / "bin" / "python") for p in sorted(pyenv.glob(f"{version}.*"))]

@@ -34,7 +34,7 @@ class Equilibrium(nn.Module):
 
 
 class Rounded(nn.Module):
-    """A module with an attribute that is straight_through of two bound methods."""
+    """A module with an attribute `straight_through(f, g)`, where f and g are bound methods."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`formula` writes a program and its derivatives as mathematics and checks them numerically.
+"""`formula` expresses a program and its derivatives as formulas, which are checked numerically.
 
 Each framework's translator converts a recorded run to expressions. Each operation is in the
 vocabulary (`words.py`) or opaque (`opaque.py`)::

@@ -125,7 +125,7 @@ def flat(graph: PlainGraph) -> PlainGraph:
 
 
 def original(graph: PlainGraph, node: Node) -> Node:
-    """Returns the node of the graph or a body from which a node of `flat(graph)` was copied."""
+    """Returns the node of `graph` or of its bodies that was copied to `node` of `flat(graph)`."""
     return _flattened(graph)[1][id(node)] if _has_bodies(graph) else node
 
 

@@ -1,10 +1,9 @@
 """Finds the line at which one term of a style-transfer loss loses its gradient, with `why_zero`.
 
-The style of a photograph is transferred to another photograph under two constraints: smoothness and
-a given fraction of bright pixels (the volume fraction). The fraction is computed on a binarized
-image in NumPy, so its gradient is silently lost, and the term has no effect. ``why_zero`` reports
-the line and the fix, ``straight_through`` with a sigmoid surrogate. A picture is written to
-``out/``.
+The style of one photograph is transferred to another under two constraints: smoothness and a given
+fraction of bright pixels (the volume fraction). The fraction is computed on a binarized image in
+NumPy, so its gradient is lost silently, and the term has no effect. ``why_zero`` reports the line
+and the fix, ``straight_through`` with a sigmoid surrogate. A picture is written to ``out/``.
 """
 
 from itertools import pairwise

@@ -493,10 +493,10 @@ def report(cells: list[Cell]) -> str:
         f"tokens of width {CODES['transformer'][2]}; attention consists of matrix products. The "
         "peak is the memory of live storages in PyTorch, and the temporaries of the compiled "
         "program in JAX. The work counts products and convolutions, including the work of f. Each "
-        "round runs each method once, in an order that rotates. A time is the median, over the rounds, of the CPU seconds "
-        "of a method divided by the CPU seconds of double backward in the same round. There are "
-        f"{LEAST} to {MOST} rounds; after {LEAST} rounds, no round begins if the rounds have taken "
-        f"{SECONDS} s. A dash marks a cell that was not measured.",
+        "round runs each method once, in an order that rotates. A time is the median, over the "
+        "rounds, of the CPU seconds of a method divided by the CPU seconds of double backward in "
+        f"the same round. There are {LEAST} to {MOST} rounds; after {LEAST} rounds, no round begins "
+        f"if the rounds have taken {SECONDS} s. A dash marks a cell that was not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]

@@ -495,8 +495,8 @@ def report(cells: list[Cell]) -> str:
         "program in JAX. The work counts products and convolutions, including the work of f. Each "
         "round runs each method once, in an order that rotates. A time is the median, over the "
         "rounds, of the CPU seconds of a method divided by the CPU seconds of double backward in "
-        f"the same round. There are {LEAST} to {MOST} rounds; after {LEAST} rounds, no round begins "
-        f"if the rounds have taken {SECONDS} s. A dash marks a cell that was not measured.",
+        f"the same round. There are {LEAST} to {MOST} rounds; after {LEAST} rounds, no round "
+        f"begins if the rounds have taken {SECONDS} s. A dash marks a cell that was not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]

@@ -216,7 +216,9 @@ class Chunking(Operators):
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             argnums: The positional arguments to differentiate; all chunks share them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
-                and every array of the other arguments, positional or keyword, is split on axis 0.
+                and every array of the other arguments, positional or keyword, is split on axis 0. A
+                list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader as
+                `tuple(batch)`.
             reduction: Whether f returns the mean or the sum over the examples of a chunk. A loss
                 that sums over the batch needs reduction="sum". A loss over all pairs of the batch,
                 as in contrastive learning, is not a mean over chunks; use `chunked` for the

@@ -129,6 +129,13 @@ class Batch:
                         f"{self.caller}: {flat.argument.name} is a list of examples, which has "
                         f"only the axis 0; in_axes is {flat.argument.axes}, expected 0."
                     )
+                if _are_fields(flat.argument.value):
+                    raise GradtoolsError(
+                        f"{self.caller}: {flat.argument.name} is a list of arrays of equal length "
+                        "but different dtypes or numbers of axes, such as a batch [x, y] of a "
+                        "DataLoader. A list is treated as a list of examples; pass tuple(batch), "
+                        "whose arrays are split along axis 0."
+                    )
                 places.setdefault(len(flat.argument.value), []).append((flat, None))
             for leaf in flat.leaves:
                 if leaf.axis is not None:
@@ -244,6 +251,13 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)
     return backend.xp.permute_dims(x, tuple(order))
+
+
+def _are_fields(xs: list[Any]) -> bool:
+    """Returns whether a list contains the fields of a batch, such as `[x, y]`, and no examples."""
+    if any(_rank(x) == 0 or x.shape[0] != xs[0].shape[0] for x in xs):
+        return False
+    return any(_rank(x) != _rank(xs[0]) or x.dtype != xs[0].dtype for x in xs)
 
 
 def _rank(x: Any) -> int:

@@ -238,8 +238,10 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
+                    lists = " A list is treated as a list of examples; a tuple contains arrays."
                     note = backend.hint_at_traced_value(error) or (
                         f"f was called with one chunk, ({called})."
+                        f"{lists if list in map(type, values) else ''}"
                         f"{self._shared_in_words(number, count)}"
                     )
                     error.add_note(f"{self.outputs.caller}: {note}")

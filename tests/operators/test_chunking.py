@@ -167,3 +167,21 @@ def test_weights_that_sum_to_zero_are_refused_in_microbatched(gt):
     for weights in (np.zeros(6), np.array([1.0, -1, 2, -2, 0, 0]), lambda w, x: x.sum() * 0):
         with pytest.raises(GradtoolsError, match="the weights sum to 0, so there is no mean"):
             gt.microbatched_value_and_grad(mean, 2, weights=weights)(w, x)
+
+
+def test_the_fields_of_a_batch_are_not_taken_for_examples(gt):
+    """torch.utils.data.DataLoader returns a batch as the list [x, y]."""
+    x, y = (gt.asarray(a.astype(np.float32)) for a in (np.arange(8.0).reshape(4, 2), np.arange(4)))
+    rows = gt.chunked(lambda batch: batch[0].sum(1) * batch[1], 2)
+    assert gt.to_numpy(rows((x, y))).tolist() == [0, 5, 18, 39]
+    step = gt.microbatched_value_and_grad(lambda w, batch: (w * rows(batch)).mean(), 2)
+    assert float(step(x[0, 1], (x, y))[1]) == 15.5
+    for call in (lambda: rows([x, y]), lambda: step(x[0, 1], [x, y])):
+        with pytest.raises(GradtoolsError, match=r"a batch \[x, y\] of a DataLoader.*tuple"):
+            call()
+    examples = [x, x[:, :1], x]  # arrays of other widths, as images are
+    count = gt.chunked(lambda xs: gt.xp.stack([x.sum() for x in xs]), 2)
+    assert gt.to_numpy(count(examples)).tolist() == [28, 12, 28]
+    with pytest.raises(IndexError) as caught:
+        gt.microbatched_value_and_grad(lambda w, xs: (w * xs[1]).mean(), 1)(x[0, 1], [x, x])
+    assert "A list is treated as a list of examples" in caught.value.__notes__[0]

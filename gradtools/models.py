@@ -29,12 +29,12 @@ class Models(Operators):
     ) -> tuple[Apply, Any, Any]:
         """Converts a module to a pure function of its parameters and state.
 
-        ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
-        side effects on the module or its arguments. Many threads may call ``apply`` concurrently,
-        each with its own parameters. ``args`` and ``kwargs`` are the module's arguments. With
-        ``key``, the random numbers of the call depend only on the key. make_functional reads the
-        module when it is called; later changes of the module's mode or structure do not affect
-        apply.
+        ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and does
+        not change the module's parameters and buffers or its arguments (in-place changes of other
+        attributes remain). Many threads may call ``apply`` concurrently, each with its own
+        parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``, the random
+        numbers of the call depend only on the key. make_functional reads the module when it is
+        called; later changes of the module's mode or structure do not affect apply.
 
         In PyTorch::
 

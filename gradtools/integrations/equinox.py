@@ -60,6 +60,10 @@ class Transformed(eqx.Module):
         """Calls the function `make(module)` with the given arguments."""
         return self.make(self.module)(*args, **kwargs)
 
+    @property
+    def __signature__(self) -> inspect.Signature:  # `in_axes` names the module's parameters
+        return inspect.signature(self.module)
+
     def __hash__(self) -> int:
         return id(self)
 

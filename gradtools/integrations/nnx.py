@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import Signature, signature
 from types import FunctionType
 from typing import Any
 
@@ -68,6 +69,10 @@ class Transformed(nnx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function `make(module)` with the given arguments."""
         return self.make(self.module)(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Signature:  # `in_axes` names the module's parameters
+        return signature(self.module)
 
 
 # --- a module as a pure function

@@ -141,6 +141,7 @@ class Opened:
     ) -> None:
         self.caller, self._f = caller, f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self.__wrapped__ = f  # `in_axes` names f's parameters
         self.changed: list[Any] = []
         self._forms: list[Any] = []
         self._effects: list[Array] = []

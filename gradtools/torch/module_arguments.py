@@ -135,6 +135,7 @@ class Opened:
     ) -> None:
         self.f, self._caller = f, caller
         self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self.__wrapped__ = f  # `in_axes` names f's parameters
         self._trees = {i: _flattened(args[i]) for i in argnums}
         self._parameters: dict[nn.Module, Parameters] = {}
         owners: dict[int, nn.Module] = {}

@@ -240,3 +240,107 @@ def test_a_differentiated_argument_that_is_split_by_name_is_refused(gt):
     ours = gt.microbatched_value_and_grad(lambda w, x: (x @ w).mean(), 2, in_axes={"w": 0})
     with pytest.raises(GradtoolsError, match="argument 0 is differentiated, so all chunks share"):
         ours(gt.asarray(W), gt.asarray(X))
+
+
+def equinox_layer(gt):
+    return pytest.importorskip("equinox").nn.Linear(3, 1, key=gt.random_key(0))
+
+
+def nnx_layer(gt):
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+
+def torch_layer(gt):
+    return pytest.importorskip("torch").nn.Linear(3, 1)
+
+
+# LAYERS contains the backend, a function that returns a linear layer, and the names of the layer's
+# parameters and of its argument.
+LAYERS = {
+    "torch.nn": ("torch", torch_layer, ("weight", "bias", "input")),
+    "equinox": ("jax", equinox_layer, ("weight", "bias", "x")),
+    "flax.nnx": ("jax", nnx_layer, ("kernel", "bias", "inputs")),
+}
+HOLDERS = {
+    "alone": (lambda gt, layer: layer, lambda module: module),
+    "in a dict": (lambda gt, layer: {"layer": layer}, lambda module: module["layer"]),
+    "in a list": (lambda gt, layer: [layer], lambda module: module[0]),
+    "checkpointed": (lambda gt, layer: gt.checkpoint(layer), lambda module: module),
+}
+
+
+def layer_case(kind):
+    """Return the namespace of a layer's backend, the layer, and the reference by NumPy.
+
+    The reference is the function `(x, shift) -> (squared errors, gradients)`, with one entry per
+    row of x; a gradient is the derivative with respect to the weights and then the bias.
+    """
+    backend, make, (weight, bias, argument) = LAYERS[kind]
+    gt = pytest.importorskip(f"gradtools.{backend}")
+    layer = make(gt)
+    w, b = [gt.to_numpy(getattr(layer, name)[...]).reshape(-1) for name in (weight, bias)]
+
+    def reference(x, shift):
+        error = x @ w + b - shift
+        return error**2, 2 * error[:, None] * np.c_[x, np.ones(len(x))]
+
+    return gt, layer, reference, argument
+
+
+def rows_of(gt, grads, count):
+    """Return gradients with respect to a layer as a NumPy array of shape (count, 4)."""
+    if gt.__name__.endswith("jax"):
+        leaves = pytest.importorskip("jax").tree.leaves(grads)
+    else:
+        leaves = pytest.importorskip("torch").utils._pytree.tree_leaves(grads)
+    flat = [gt.to_numpy(x).reshape(count, -1) for x in leaves]
+    return np.concatenate(sorted(flat, key=lambda x: -x.shape[1]), 1)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("operator", CHECKS)
+def test_a_dict_names_the_arguments_of_a_function_of_modules(operator, kind, holder):
+    gt, layer, reference, _ = layer_case(kind)
+    held, whole = HOLDERS[holder][0](gt, layer), HOLDERS[holder][1]
+    x, shift = X.astype(np.float32), np.float32([0.5])
+    values, rows = reference(x, shift)
+    applied = gt.vmap if kind == "equinox" else lambda layer: layer
+    of_rows = lambda module, x, shift: (applied(whole(module))(x)[:, 0] - shift) ** 2
+    of_row = lambda module, x, shift: ((whole(module)(x) - shift) ** 2).sum()
+    given = held, gt.asarray(x), gt.asarray(shift)
+    if operator == "per_example_grad":
+        for size in (None, 1):
+            grads = gt.per_example_grad(of_row, in_axes={"shift": None}, chunk_size=size)(*given)
+            np.testing.assert_allclose(rows_of(gt, grads, N), rows, rtol=1e-4, atol=1e-5)
+    elif operator == "microbatched_value_and_grad":
+        mean = lambda module, x, shift: of_rows(module, x, shift).mean()
+        value, grads = gt.microbatched_value_and_grad(mean, 2, in_axes={"shift": None})(*given)
+        np.testing.assert_allclose(gt.to_numpy(value), values.mean(), rtol=1e-5)
+        np.testing.assert_allclose(rows_of(gt, grads, 1)[0], rows.mean(0), rtol=1e-4, atol=1e-5)
+    else:
+        axes = {"shift": None, "module": None}
+        run = gt.vmap(of_row, axes) if operator == "vmap" else gt.chunked(of_rows, 2, axes)
+        np.testing.assert_allclose(gt.to_numpy(run(*given)), values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_module_that_is_not_differentiated_leaves_the_names(kind):
+    gt, layer, reference, _ = layer_case(kind)
+    x, shift = X.astype(np.float32), np.float32([0.5])
+    of_row = lambda shift, module, x: ((module(x) - shift) ** 2).sum()
+    ours = gt.per_example_grad(of_row, in_axes={"module": None, "x": 0})
+    found = gt.to_numpy(ours(gt.asarray(shift), layer, gt.asarray(x)))
+    wanted = -reference(x, shift)[1][:, 3:]  # the derivative for the bias, negated
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["checkpoint", "frozen"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_dict_names_the_arguments_of_a_transformed_module(kind, transform):
+    gt, layer, reference, argument = layer_case(kind)
+    x = X.astype(np.float32)
+    ours = gt.vmap(getattr(gt, transform)(layer), in_axes={argument: 1})
+    found = gt.to_numpy(ours(gt.asarray(x.T.copy())))[:, 0]
+    np.testing.assert_allclose(found**2, reference(x, 0)[0], rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ cover a part of the target: a dict may have fewer keys, and None leaves a subtre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from gradtools.arguments.wording import in_words, type_in_words, with_article
@@ -57,17 +57,18 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
                     )
                 refuse("one array, as in the target")
             yield numbered, grads
-        elif isinstance(numbered, Mapping):
-            if not isinstance(grads, Mapping):
-                refuse(f"a dict with keys among {_listed(numbered)}")
-            for key in grads:
-                if key not in numbered:
+        elif (entries := _entries(numbered)) is not None:
+            given_entries = _entries(grads)
+            if given_entries is None:
+                refuse(f"a dict with keys among {_listed(entries)}")
+            for key, grad in given_entries.items():
+                if key not in entries:
                     raise GradtoolsError(
                         f"{caller}: grads{path}[{key!r}] is not in the target, whose keys "
-                        f"at this path are {_listed(numbered)}. Pass gradients under the target's "
+                        f"at this path are {_listed(entries)}. Pass gradients under the target's "
                         "names; any of them may be left out."
                     )
-                yield from pairs(numbered[key], grads[key], f"{path}[{key!r}]")
+                yield from pairs(entries[key], grad, f"{path}[{key!r}]")
         elif isinstance(numbered, (list, tuple)):
             if not isinstance(grads, (list, tuple)) or len(grads) != len(numbered):
                 refuse(f"a sequence of {len(numbered)} (None leaves an entry unchanged)")
@@ -75,10 +76,11 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
             for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
                 yield from pairs(below, grad, path + (f".{fields[i]}" if fields else f"[{i}]"))
         elif [id(x) for x in trees.flatten(numbered)[0]] == [id(numbered)]:
-            # `unflatten` has rebuilt a registered dataclass with indices as leaves
+            # `unflatten` has rebuilt a registered dataclass with indices as leaves; other objects,
+            # such as a string in a TensorDict, are constants of the structure
             if type(grads) is not type(numbered):
                 refuse(f"a {type(numbered).__name__}, as in the target")
-            for name, below in vars(numbered).items():
+            for name, below in getattr(numbered, "__dict__", {}).items():
                 yield from pairs(below, getattr(grads, name, None), f"{path}.{name}")
         else:
             below, below_def = trees.flatten(numbered)
@@ -94,6 +96,18 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
         TargetLeaf(path, leaf, grad_of.get(i))
         for i, (path, leaf) in enumerate(zip(trees.leaf_paths(target), leaves, strict=True))
     ]
+
+
+def _entries(x: Any) -> dict[Any, Any] | None:
+    """Returns the entries of a mapping, or None if x is not a mapping.
+
+    A mapping has the methods `keys` and `__getitem__`. Iteration may have another meaning: a
+    TensorDict iterates over the examples of its batch.
+    """
+    kind = type(x)
+    if isinstance(x, tuple) or not (hasattr(kind, "keys") and hasattr(kind, "__getitem__")):
+        return None
+    return {key: x[key] for key in x.keys()}  # noqa: SIM118
 
 
 def _target_fix(framework: str, target: Any) -> str:

@@ -341,6 +341,76 @@ def test_targets_are_pytrees(gt, tree):
         assert held(gt, new["a"]) == (None if is_torch(gt) else 0.0)
 
 
+class Entries:
+    """A pytree with the methods of a mapping, which iterates over examples, as a TensorDict does.
+
+    The class is not a subclass of `collections.abc.Mapping`.
+    """
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __iter__(self):
+        raise TypeError("iteration over examples")
+
+    def keys(self):
+        return self.entries.keys()
+
+    def items(self):
+        return self.entries.items()
+
+
+def registered(gt):
+    """Register `Entries` as a pytree of the framework, and return the class."""
+
+    class Registered(Entries):
+        pass
+
+    def flattened(x):
+        constants = tuple((k, v) for k, v in x.items() if isinstance(v, str))
+        arrays = {k: v for k, v in x.items() if not isinstance(v, str)}
+        return list(arrays.values()), (tuple(arrays), constants)
+
+    def built(values, context):
+        return Registered(dict(zip(context[0], values, strict=True)) | dict(context[1]))
+
+    if is_torch(gt):
+        from torch.utils._pytree import register_pytree_node
+
+        register_pytree_node(Registered, flattened, built)
+    else:
+        import jax
+
+        jax.tree_util.register_pytree_node(Registered, flattened, lambda c, xs: built(xs, c))
+    return Registered
+
+
+@pytest.mark.parametrize("write", ["accumulate_gradients", "assign_gradients"])
+@pytest.mark.parametrize("classes", ["both", "target", "grads"])
+def test_a_registered_mapping_may_be_the_target_and_the_gradients(gt, classes, write):
+    kind = registered(gt)
+    buffer = zeros_buffer(gt, {"w": [1.0, 2.0], "v": [3.0], "u": 0.0})
+    buffer = {"w": buffer["w"], "inner": {"v": buffer["v"], "u": buffer["u"]}}
+    values = {"inner": {"u": None, "v": f32(gt, [5.0])}, "w": f32(gt, [1.0, 2.0])}
+    deep = lambda x, **more: kind({"w": x["w"], "inner": kind(x["inner"]), **more})
+    name = {"name": "a constant"} if classes == "both" else {}
+    target = buffer if classes == "grads" else deep(buffer, **name)
+    new = getattr(gt, write)(target, values if classes == "target" else deep(values, **name))
+    assert type(new) is type(target)
+    np.testing.assert_array_equal(held(gt, new["w"]), [1.0, 2.0])
+    np.testing.assert_array_equal(held(gt, new["inner"]["v"]), [5.0])
+    assert held(gt, new["inner"]["u"]) == (None if is_torch(gt) else 0.0)
+    with pytest.raises(
+        GradtoolsError, match=r"grads\['x'\] is not in the target, whose keys at this"
+    ):
+        getattr(gt, write)(target, kind({"x": f32(gt, 1.0)}))
+    with pytest.raises(GradtoolsError, match="grads is a list of 1; expected a dict with keys"):
+        getattr(gt, write)(target, [f32(gt, 1.0)])
+
+
 BAD_WRITES = {
     "unknown name": (
         lambda gt: {"w": f32(gt, [1.0, 1.0]), "v": f32(gt, 1.0)},

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.calls import GradientSpec
-from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
+from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments, refuse_axes
 from gradtools.arguments.chunks import (
     ChunkOptions,
     Chunks,
@@ -141,6 +141,7 @@ class Chunking(Operators):
         """
         options = ChunkOptions(checked_verify("chunked", verify), bool(progress))
         chunk_size = checked_size("chunked", f, chunk_size)
+        refuse_axes(self._backend, "chunked", in_axes, out_axes)
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         make = partial(self._chunked_of, (chunk_size, axes, argnums, interleaved, options))
         if type(f) is FunctionType:  # the common case: f is not a module
@@ -261,6 +262,7 @@ class Chunking(Operators):
                 "To weight a sum, multiply by the weights inside f."
             )
         refuse_arguments(_MICROBATCHED, argnums)
+        refuse_axes(self._backend, _MICROBATCHED, in_axes)
         options = _Microbatches(
             self._backend, chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums,
             carry_argnums,

@@ -23,6 +23,7 @@ from gradtools.arguments.checks import (
     check_function,
     normalized_argnums,
     refuse_arguments,
+    refuse_axes,
     same_length,
     whole_or_none,
 )
@@ -464,6 +465,7 @@ class Derivatives(Operators):
             [4.0, 12.0]
         """
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
+        refuse_axes(self._backend, "per_example_grad", in_axes)
         spec = GradientSpec("per_example_grad", f, argnums)
         call = partial(self._per_example, spec, in_axes, chunk_size)
         return derivative_function("per_example_grad", f, argnums, call)
@@ -579,7 +581,8 @@ def derivative_function(
     if not callable(f):
         check_function(operator, f)
     if type(argnums) is not int:
-        refuse_arguments(operator, argnums)
+        minimax = operator == "minimax_value_and_grad"
+        refuse_arguments(operator, argnums, _PLAYERS if minimax else "argnums")
     several = isinstance(argnums, (tuple, list))
     named = f"arguments {', '.join(map(str, argnums))}" if several else f"argument {argnums}"
     doc = f"{WHAT[operator]} with respect to {named}."

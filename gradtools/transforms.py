@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.checks import check_function
+from gradtools.arguments.checks import check_function, refuse_axes
 from gradtools.arguments.chunks import ChunkOptions, Verify, checked_verify
 from gradtools.arguments.in_axes import arguments_of_call
 from gradtools.backend import F, Operators, P, R
@@ -35,8 +35,8 @@ class Transforms(Operators):
             The mapped function.
 
         Raises:
-            GradtoolsError: f is not a function. The framework raises its own errors for wrong axes
-                and sizes.
+            GradtoolsError: f is not a function, or in_axes or out_axes contains an array or a
+                module. The framework raises its own errors for wrong axes and sizes.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -44,6 +44,7 @@ class Transforms(Operators):
             array([3., 3.], dtype=float32)
         """
         check_function("vmap", f)
+        refuse_axes(self._backend, "vmap", in_axes, out_axes)
         return like_function(
             "", f, partial(self._mapped, f, in_axes, out_axes), "", "{}, mapped over a batch."
         )

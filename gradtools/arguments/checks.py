@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import describe, is_numeric, shown, with_article
+from gradtools.arguments.wording import describe, is_numeric, shown, type_in_words, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import kind_of_module, refusal
@@ -60,9 +60,12 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
     except TypeError:
         number = least - 1
     if number < least:
+        is_array, is_tree = hasattr(value, "shape"), isinstance(value, (tuple, list))
+        is_data = is_tree or _is_data(value)
+        came = type_in_words(value) if is_data and not is_array else shown(value)
+        hint = f" {_curried(caller)}" if is_data and unit == "examples" else ""
         raise GradtoolsError(
-            f"{caller}: {name} is {shown(value)}; expected a whole number of {unit}, {least} or "
-            "more."
+            f"{caller}: {name} is {came}; expected a whole number of {unit}, {least} or more.{hint}"
         )
     return number
 
@@ -137,14 +140,49 @@ def _as_position(caller: str, i: Any, name: str) -> int:
     )
 
 
-def refuse_arguments(caller: str, argnums: Any) -> None:
-    """Raises an error if argnums contains arrays, as in `grad(f, x)` instead of `grad(f)(x)`."""
-    for i in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
-        if not isinstance(i, type) and getattr(i, "shape", ()) != ():
+def refuse_arguments(
+    caller: str, given: Any, name: str = "argnums", expected: str = "positions"
+) -> None:
+    """Raises an error if an option contains arrays, dicts or modules, as in `grad(f, x)`.
+
+    The user probably intended the call `grad(f)(x)`.
+    """
+    for x in given if isinstance(given, (tuple, list)) else (given,):
+        if _is_data(x):
+            came = shown(x) if getattr(x, "shape", None) is not None else type_in_words(x)
             raise GradtoolsError(
-                f"{caller}: got an array of shape {tuple(i.shape)} in argnums; expected positions. "
-                f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
+                f"{caller}: got {came} in {name}; expected {expected}. {_curried(caller)}"
             )
+
+
+def refuse_axes(backend: Backend, caller: str, in_axes: Any, out_axes: Any = 0) -> None:
+    """Raises an error if in_axes or out_axes contains arrays or modules, as in `vmap(f, x)`."""
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        if axes is not None and not isinstance(axes, int):
+            refuse_arguments(caller, backend.flatten(axes)[0], name, "axes")
+
+
+def _is_data(x: Any) -> bool:
+    """Returns whether x is an argument of f, not an option: neither an integer nor a string."""
+    if isinstance(x, (int, float, complex, str, type, tuple, list)) or x is None:
+        return False
+    try:
+        operator.index(x)
+    except TypeError:
+        return True
+    return getattr(x, "shape", ()) != ()
+
+
+_OPTIONS = {
+    "chunked": "chunk_size",
+    "microbatched_value_and_grad": "chunk_size",
+    "minimax_value_and_grad": "minimize, maximize",
+}
+
+
+def _curried(caller: str) -> str:
+    options = f", {_OPTIONS[caller]}" if caller in _OPTIONS else ""
+    return f"{caller} returns a function, which takes f's arguments: {caller}(f{options})(x)."
 
 
 def as_array(

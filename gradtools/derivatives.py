@@ -105,7 +105,8 @@ class Derivatives(Operators):
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if no differentiable path connects an argument to the
                 output: "raise", "warn", or "zeros". With "strict", an error is raised if an
-                argument has a leaf on which the output does not depend.
+                argument has a leaf on which the output does not depend. In JAX, a warning
+                replaces the error if f cannot be traced.
             mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an

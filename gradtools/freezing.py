@@ -22,6 +22,7 @@ from typing import Any
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
+from gradtools.arguments.wording import with_article
 from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
@@ -103,6 +104,11 @@ class Freezing(Operators):
         place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
+        if not callable(G) and hasattr(G, "dtype"):
+            raise GradtoolsError(
+                f"frozen: G must be a function or a module, got {with_article(type(G).__name__)}. "
+                "For a constant array, use stop_gradient."
+            )
         check_function("frozen", G, "G", curried=False)
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 

@@ -78,7 +78,9 @@ def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | 
     unknown = _UNKNOWN.search(said)
     if unknown is None:
         said = said if said.startswith("missing") else "too many positional arguments"
-        return TypeRefusal(f"{name}: {said}. Expected {_usage(operator)}.")
+        return TypeRefusal(
+            f"{name}: {said}. Expected {_usage(operator)}.{_decorator(operator, said)}"
+        )
     keyword = unknown[1]
     known = [*signature(operator).parameters]
     near = get_close_matches(keyword, known, 1)
@@ -96,6 +98,21 @@ def _name(operator: Callable[..., Any]) -> str:
     """Returns the public name of an operator; for `__init__`, the name of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
+
+
+def _decorator(operator: Callable[..., Any], said: str) -> str:
+    """Returns how to decorate a function, for calls such as `@checkpoint()`; otherwise ""."""
+    if said not in [f"missing 1 required positional argument: {f!r}" for f in ("f", "G")]:
+        return ""
+    own, *options = signature(operator).parameters.values()
+    direct = any(p.kind is p.VAR_POSITIONAL or p.name == "primals" for p in options)
+    if direct or own.name != "self":  # the operator returns no function
+        return ""
+    name, options = _name(operator), [p for p in options[1:] if p.kind is not p.VAR_KEYWORD]
+    required = [p for p in options if p.default is p.empty]
+    given = ", ".join(f"{p.name}=..." for p in required or options[:1]) or "..."
+    plain = "" if required else f"@{name} without parentheses, or with options "
+    return f" To decorate a function, write {plain}@functools.partial({name}, {given})."
 
 
 def _usage(operator: Callable[..., Any]) -> str:

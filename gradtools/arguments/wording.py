@@ -54,9 +54,14 @@ def name_of(f: Any) -> str:
     return getattr(f, "__name__", None) or type(f).__name__
 
 
+# `gradtools.boundary._Method` is the type of the results of operators, such as grad(f).
+_NAMES = dict.fromkeys(("_Method", "gradtools.boundary._Method"), "function that was not called")
+_NAMES["ArrayImpl"] = "jax.Array"
+
+
 def with_article(name: str) -> str:
     """Adds "a" or "an" before the name of a type; returns "None" for the type of None."""
     if name == "NoneType":
         return "None"
-    name = "jax.Array" if name == "ArrayImpl" else name
+    name = _NAMES.get(name, name)
     return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"

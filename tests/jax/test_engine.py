@@ -66,10 +66,18 @@ def test_branches_on_values_fall_back_to_an_evaluation(operator):
     _same(_operators(f)[operator](X), _operators(CUBE)[operator](X))
 
 
-def test_where_f_cannot_be_traced_a_zero_gradient_warns():
-    f = lambda x: jnp.sum(jax.lax.stop_gradient(x)) if x[0] > 0 else jnp.sum(x)
+@pytest.mark.parametrize("policy", ["raise", "warn", "strict"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.sum(jax.lax.stop_gradient(x)) if x[0] > 0 else jnp.sum(x),
+        lambda x: jnp.sum(x).item(),
+    ],
+    ids=["a branch on values", "item"],
+)
+def test_where_f_cannot_be_traced_a_zero_gradient_warns(f, policy):
     with pytest.warns(GradtoolsWarning, match="argument 0 is zero everywhere.*could not be traced"):
-        g = gt.grad(f)(X)
+        g = gt.grad(f, disconnected_inputs=policy)(X)
     _same(g, 0 * X)
 
 

@@ -106,3 +106,28 @@ def test_a_module_of_axes_is_accepted():
     x = gt.asarray(np.ones(3, np.float32))
     wanted = gt.to_numpy(layers.weight).sum(2) + gt.to_numpy(layers.bias)
     np.testing.assert_allclose(gt.to_numpy(ours(layers, x)), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("write", ["assign_gradients", "accumulate_gradients"])
+def test_a_gradient_function_in_place_of_gradients_was_not_called(gt, write):
+    x = gt.asarray(np.float32([1.0, 2.0]))
+    if hasattr(x, "requires_grad_"):
+        x.requires_grad_()
+    grads = gt.grad(lambda x: (x["w"] ** 2).sum())
+    for target, given, path in (
+        ({"w": x}, grads, ""),
+        ([x], grads, ""),
+        (x, grads, ""),
+        ({"w": x}, {"w": grads}, r"\['w'\]"),
+    ):
+        words = f"^{write}: grads{path} is a function that was not called; expected "
+        with pytest.raises(GradtoolsError, match=words):
+            getattr(gt, write)(target, given)
+    with pytest.raises(GradtoolsError, match="grads is a function that was not called; expected"):
+        gt.GradientAccumulator().add(grads)
+
+
+def test_frozen_takes_a_function_or_a_module(gt):
+    words = "^frozen: G must be a function or a module, got a .*For a constant array, use stop_grad"
+    with pytest.raises(GradtoolsError, match=words):
+        gt.frozen(gt.asarray(np.float32([1.0, 2.0])))

@@ -235,15 +235,13 @@ class Derivatives(Operators):
         Source: Goodfellow et al., Generative adversarial nets, 2014, for the objectives; Ganin and
         Lempitsky, Unsupervised domain adaptation by backpropagation, 2015, for the single pass.
         """
+        name = "minimax_value_and_grad"
         down, up = (
             tuple(a) if isinstance(a, (tuple, list)) else (a,) for a in (minimize, maximize)
         )
-        spec = GradientSpec(
-            "minimax_value_and_grad", f, (*down, *up), has_aux, minimizing=len(down)
-        )
-        return derivative_function(
-            "minimax_value_and_grad", f, spec.argnums, partial(self._gradient_at, spec)
-        )
+        spec = GradientSpec(name, f, (*down, *up), has_aux, minimizing=len(down))
+        refuse_arguments(name, spec.argnums, _PLAYERS)
+        return derivative_function(name, f, spec.argnums, partial(self._gradient_at, spec))
 
     @overload
     def vjp(
@@ -582,8 +580,7 @@ def derivative_function(
     if not callable(f):
         check_function(operator, f)
     if type(argnums) is not int:
-        minimax = operator == "minimax_value_and_grad"
-        refuse_arguments(operator, argnums, _PLAYERS if minimax else "argnums")
+        refuse_arguments(operator, argnums)
     several = isinstance(argnums, (tuple, list))
     named = f"arguments {', '.join(map(str, argnums))}" if several else f"argument {argnums}"
     doc = f"{WHAT[operator]} with respect to {named}."

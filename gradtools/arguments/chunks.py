@@ -14,7 +14,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.marks import ChunkedCall
-from gradtools.arguments.wording import describe, shown
+from gradtools.arguments.wording import NO_RETURN, describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.integrations.containers import is_same
@@ -255,6 +255,10 @@ class ChunkFunction:
             if not is_same(treedef, self.carry_def):
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
+        elif out is None and self.outputs.caller == "chunked":
+            raise GradtoolsError(
+                f"chunked: f returned None; expected one entry for each example. {NO_RETURN}"
+            )
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if not is_same(of_now, treedef) or not all(map(is_, now, before)):

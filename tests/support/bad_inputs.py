@@ -228,6 +228,10 @@ BAD: dict[str, Call] = {
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
     # --- return values of f
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
+    "jacobian of a function that returns nothing": lambda gt, a: gt.jacobian(lambda x: None)(a(V)),
+    "jacobian of an index": lambda gt, a: gt.jacobian(lambda x: gt.xp.argmax(x))(a(V)),
+    "hessian of a function that returns nothing": lambda gt, a: gt.hessian(lambda x: None)(a(V)),
+    "hvp of an index": lambda gt, a: gt.hvp(lambda x: gt.xp.argmax(x), (a(V),), (a(V),)),
     "grad of a Jacobian": lambda gt, a: gt.grad(gt.jacobian(lambda x: x * x))(a(V)),
     "hessian of a gradient": lambda gt, a: gt.hessian(gt.grad(total(gt)))(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
@@ -393,6 +397,7 @@ BAD: dict[str, Call] = {
     "chunked, out_axes beyond the output": lambda gt, a: gt.chunked(
         lambda x: x.sum(1), 2, out_axes=1
     )(a(ROWS)),
+    "chunked of a function that returns nothing": lambda gt, a: gt.chunked(lambda x: None, 1)(a(V)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an array and an object returned": lambda gt, a: gt.chunked(

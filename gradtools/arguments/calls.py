@@ -336,6 +336,8 @@ class Call:
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix
+        elif self.has_aux:
+            fix += "; with has_aux=True f returns (loss, aux), in this order"
         derivative, parenthesis, _ = str(getattr(self.f, "__name__", "")).partition("(")
         if parenthesis and derivative in ("grad", "value_and_grad", "jacobian", "hessian"):
             fix = (

@@ -337,7 +337,11 @@ def test_arrays_of_the_wrong_framework_are_refused_by_name():
     product = lambda x, y: x * y
     for made, args, words in (
         (bridge.to_torch(torch.sin), (torch.ones(2),), f"sin with arrays of JAX: sin({array})."),
-        (bridge.to_jax(jnp.sin), (jnp.ones(2),), f"sin with arrays of PyTorch: sin({array})."),
+        (
+            bridge.to_jax(jnp.sin),
+            (jnp.float32([1, 1]),),
+            f"sin with arrays of PyTorch: sin({array}).",
+        ),
         (bridge.to_torch(product), (torch.ones(2), "2"), f"<lambda>({array}, a str)."),
     ):
         with pytest.raises(TypeError) as caught:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.arguments.checks import as_array, as_float, check_function, matching
-from gradtools.arguments.wording import describe, in_words, name_of, shown
+from gradtools.arguments.wording import NO_RETURN, describe, in_words, name_of, shown
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
@@ -293,7 +293,8 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: gt.transform_gradient(x, lambda c: c + 1) ** 2)(x))
             7.0
         """
-        check_function("transform_gradient", fn, "fn", curried=False)
+        order = "x comes first: transform_gradient(x, fn)." if callable(x) else ""
+        check_function("transform_gradient", fn, "fn", curried=False, order=order)
         compiler = self._backend.compiler
         if not compiler.is_tracing():
             return self._transformed(x, fn)
@@ -308,7 +309,7 @@ class Edits(Operators):
 
         def of_one(_: Any, cts: Any) -> list[Array]:
             ct = cts[0]
-            new = fn(ct)
+            new = _noted(_OF_FN, fn, ct)
             if backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype:
                 return [new]
             return _checked_cotangents(backend, new, ct, cts)
@@ -321,7 +322,7 @@ class Edits(Operators):
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so x must not be captured
             full = replaced_at([None] * count, places, cts)
-            transformed = fn(backend.unflatten(treedef, full))
+            transformed = _noted(_OF_FN, fn, backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
@@ -437,6 +438,19 @@ def _scaling(factor: str) -> Rule:
     )
 
 
+_OF_FN = "transform_gradient calls fn(gradient)."
+_OF_SURROGATE = "straight_through calls the surrogate with f's arguments."
+
+
+def _noted(note: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `fun(*args, **kwargs)`; adds the note, which describes the call, to a TypeError."""
+    try:
+        return fun(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(note)
+        raise
+
+
 def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
@@ -519,7 +533,7 @@ class _StraightThrough:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
-            through = self._surrogate(*args, **kwargs)
+            through = _noted(_OF_SURROGATE, self._surrogate, *args, **kwargs)
         elif len(args) == 1 and not kwargs:
             through, hint = args[0], " (by default the identity)"
         else:
@@ -544,9 +558,10 @@ class _StraightThrough:
         leaves, treedef = backend.flatten(through)
         values, value_def = backend.flatten_like(treedef, value)
         if not is_same(value_def, treedef):
+            missing = f" {NO_RETURN}" if value is None else ""
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, but "
-                f"its surrogate{hint} has the structure {in_words(treedef)}."
+                f"its surrogate{hint} has the structure {in_words(treedef)}.{missing}"
             )
         pairs = enumerate(zip(values, leaves, strict=True))
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])

@@ -214,17 +214,18 @@ USE_REVERSE_MODE = (
 )
 
 
-def closed_over_error(name: str, x: Any = None) -> GradtoolsError:
+def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError:
     """Returns the error for a rule that closes over a differentiated array.
 
     x: The array, or None if the array is unknown.
+    fix: Another possible cause.
     """
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
         "derivative would be lost. Pass that array to the function as an argument. The self of a "
         "method holds a module's parameters: instead of a method write a function of the "
-        "parameters."
+        f"parameters.{fix}"
     )
 
 

@@ -14,11 +14,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import kind_of_module, refusal
 
 
-def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
+def check_function(
+    caller: str, f: Any, name: str = "f", curried: bool = True, order: str = ""
+) -> None:
     """Raises an error if f is not callable.
 
     curried: Whether `caller(f)` returns a function of f's arguments; the message then suggests the
         call `caller(f)(x)`.
+    order: The advice if f and another argument are swapped.
     """
     if callable(f):
         return
@@ -26,6 +29,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
     came = repr(f) if plain else with_article(type(f).__name__)
     call = f": {caller}({name})(x)" if curried else ""
     hint = f" Pass the function, not its result{call}." if hasattr(f, "dtype") else ""
+    hint = f" {order}" if order else hint
     raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 

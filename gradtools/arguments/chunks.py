@@ -14,7 +14,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.marks import ChunkedCall
-from gradtools.arguments.wording import describe, shown
+from gradtools.arguments.wording import NO_RETURN, describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.integrations.containers import is_same
@@ -38,7 +38,8 @@ class ChunkOptions:
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
     """Returns the chunk size as an integer; raises an error if chunk_size or f is invalid."""
-    check_function(caller, f, curried=False)
+    order = f"f comes first: {caller}(f, chunk_size)." if callable(chunk_size) else ""
+    check_function(caller, f, curried=False, order=order)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
 
@@ -49,8 +50,9 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
     if isinstance(verify, (bool, np.bool_)):
         return bool(verify)
     fix = ""
-    if hasattr(verify, "shape") and caller == "checkpoint":
-        fix = " checkpoint returns a function, which takes f's arguments: checkpoint(f)(x)."
+    if hasattr(verify, "shape") and caller != "chunked":
+        f = "G" if caller == "frozen" else "f"
+        fix = f" {caller} returns a function, which takes {f}'s arguments: {caller}({f})(x)."
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
         f"pass), True (in every pass) or False (never).{fix}"
@@ -257,6 +259,10 @@ class ChunkFunction:
             if not is_same(treedef, self.carry_def):
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
+        elif out is None and self.outputs.caller == "chunked":
+            raise GradtoolsError(
+                f"chunked: f returned None; expected one entry for each example. {NO_RETURN}"
+            )
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if not is_same(of_now, treedef) or not all(map(is_, now, before)):

@@ -207,8 +207,9 @@ class Chunking(Operators):
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
         The value and the gradients equal the results on the full batch, even if the last chunk is
-        smaller or token counts differ. Unlike in `chunked`, each chunk's backward pass runs
-        immediately: nothing is recomputed.
+        smaller or token counts differ, unless f mixes examples, as batch normalization in training
+        does. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
+        recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the

@@ -225,7 +225,8 @@ class Edits(Operators):
         order the cotangent is clipped again.
 
         Args:
-            x: A pytree of arrays.
+            x: A pytree of arrays in f's forward pass, not gradients: for computed gradients, use
+                `torch.nn.utils.clip_grad_norm_` or `optax.clip_by_global_norm`.
             max_norm: The largest 2-norm, a nonnegative real scalar, which may be traced or
                 scheduled. If None, the norm is not clipped.
             max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the

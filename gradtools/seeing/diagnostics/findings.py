@@ -72,6 +72,11 @@ KINDS: dict[str, FindingKind] = {
         "the custom rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
+    "bridged": FindingKind(
+        "the gradient is lost inside the function of the other framework",
+        "call why_zero of this framework on the original function: gradtools.torch.why_zero(f, x) "
+        "for to_jax(f), gradtools.jax.why_zero(f, x) for to_torch(f)",
+    ),
     "edit": FindingKind(
         "a gradient edit has no derivative with respect to its scale, bound or replacement",
         "pass a constant, or use a custom_rule that returns a cotangent for this input",

@@ -124,6 +124,7 @@ class Rule:
             of another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
             attribute or the function's result is None, every output may depend on every input.
+        is_bridged: Whether the rule calls a function of another framework (`gradtools.bridge`).
         key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
     """
 
@@ -139,6 +140,7 @@ class Rule:
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     reaches: Literal["identity"] | Callable[..., Matrix | None] | None = None
+    is_bridged: bool = False
     key: str = field(default_factory=lambda: next(KEYS), init=False)
 
     def __post_init__(self) -> None:

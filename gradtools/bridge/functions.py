@@ -102,7 +102,7 @@ class Foreign:
                 return [None] * len(xs)
             return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
 
-        return Rule(self.name, self.value, tangent, cotangent)
+        return Rule(self.name, self.value, tangent, cotangent, is_bridged=True)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Returns a function of the inputs and their tangents that returns output tangents."""

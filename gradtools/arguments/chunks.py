@@ -240,10 +240,8 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
-                    lists = " A list is treated as a list of examples; a tuple contains arrays."
                     note = backend.hint_at_traced_value(error) or (
-                        f"f was called with one chunk, ({called})."
-                        f"{lists if list in map(type, values) else ''}"
+                        f"f was called with one chunk, ({called}).{self._hints(values)}"
                         f"{self._shared_in_words(number, count)}"
                     )
                     error.add_note(f"{self.outputs.caller}: {note}")
@@ -273,6 +271,15 @@ class ChunkFunction:
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
+
+    def _hints(self, values: list[Any]) -> str:
+        """Returns notes about the chunk's lists, and about random keys that were split, or ""."""
+        hints = ""
+        if list in map(type, values):
+            hints = " A list is treated as a list of examples; a tuple contains arrays."
+        if any(self.backend.dtype_name(x) == "uint32" for x in values if hasattr(x, "dtype")):
+            hints += " If an argument is a random key, name it in key_argnums."
+        return hints
 
     def _shared_in_words(self, number: int, count: int) -> str:
         """Returns a note that names the positional arguments that all chunks share, or ""."""

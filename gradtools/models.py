@@ -118,10 +118,10 @@ class Models(Operators):
         apply, params, state = modules.make_functional(
             module, variables=variables, train=train, rng_names=rng_names
         )
-        return _Apply(apply.func, *apply.args, **apply.keywords), params, state
+        return PureFunction(apply.func, *apply.args, **apply.keywords), params, state
 
 
-class _Apply(partial[Any]):
+class PureFunction(partial[Any]):
     """The function of parameters and state that `make_functional` returns."""
 
     def __repr__(self) -> str:

@@ -358,6 +358,7 @@ def test_linen_accepts_collections_and_parameters_that_the_first_call_did_not_ha
     out, new = apply(params, {**state, "intermediates": {}}, x)
     assert "x" in new["intermediates"]
     assert np.array_equal(apply(params, new, x)[0], out)
+    assert np.array_equal(apply(params, {"dense": {}}, x)[0], out)  # named like a parameter
     other = {"other": params["dense"]}
     assert np.array_equal(apply(other, state, x, method="other")[0], out)
     without, *_ = make_functional(Sowing(), variables={})

@@ -128,5 +128,5 @@ def _check_call(static: Any, has_arrays: bool, stateful: bool, params: Any, stat
     if stateful:
         check_kind("state", state, eqx.nn.State, "an eqx.nn.State")
     else:
-        empty = Mapping, tuple, list, eqx.nn.State, type(None)
-        check_kind("state", state, empty, "an empty dictionary")
+        accepted = Mapping, tuple, list, eqx.nn.State, type(None)
+        check_kind("state", state, accepted, "an empty dictionary")

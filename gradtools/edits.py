@@ -413,7 +413,7 @@ class Edits(Operators):
         check_function("straight_through", f)
         if surrogate is not None:
             check_function("straight_through", surrogate, "surrogate", curried=False)
-        return _StraightThrough(self._backend, f, surrogate)
+        return StraightThrough(self._backend, f, surrogate)
 
 
 # --- helpers -----------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
     ]
 
 
-class _StraightThrough:
+class StraightThrough:
     """The function that `straight_through(f, surrogate)` returns; its repr names both functions."""
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
@@ -532,6 +532,7 @@ class _StraightThrough:
 
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns f(*args, **kwargs), with the derivative of the surrogate."""
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
             through = _noted(_OF_SURROGATE, self._surrogate, *args, **kwargs)

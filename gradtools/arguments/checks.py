@@ -249,19 +249,30 @@ def matching(
     return x
 
 
+def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
+    """Raises an error if `given`, params or state of a call of apply, is not of one of `kinds`."""
+    if not isinstance(given, kinds):
+        raise GradtoolsError(
+            f"apply: {what} must be {expected}, as make_functional returned it; got "
+            f"{with_article(type(given).__name__)}. Call apply(params, state, *args)."
+        )
+
+
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
     """Raises an error if `given` is not a dictionary with the keys `names`."""
-    if not isinstance(given, Mapping):
-        raise GradtoolsError(
-            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
-            f"a {type(given).__name__}."
-        )
+    check_kind(what, given, Mapping, f"a dictionary from {pairs}")
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]
     if missing or unexpected:
-        raise GradtoolsError(
-            f"apply: {what} must contain the names that make_functional returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )
+        raise wrong_names(what, missing, unexpected)
+
+
+def wrong_names(what: str, missing: list[str], unexpected: list[str]) -> GradtoolsError:
+    """Returns the error for params or state with other names than make_functional returned."""
+    return GradtoolsError(
+        f"apply: {what} must contain the names that make_functional returned; missing: "
+        f"{missing or 'none'}, unexpected: {unexpected or 'none'}. "
+        "Call apply(params, state, *args)."
+    )

@@ -83,5 +83,6 @@ def test_apply_of_a_model_shows_how_it_is_called(gt, backend_name):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(jax.random.key(0)))
     apply, params, _ = gt.make_functional(model)
     assert repr(apply) == "<apply, called with (params, state, *args, key=None, **kwargs)>"
+    assert type(apply).__name__ == "PureFunction"
     with pytest.raises(TypeError, match=r"apply\(\) missing 1 required positional argument"):
         apply(params)

@@ -412,8 +412,8 @@ class GradientAccumulator:
         if not real:
             raise GradtoolsError(
                 f"GradientAccumulator.add: weight is {describe(self._backend, weight)}; expected a "
-                "real number or a real array of shape (). Apply weights that differ by example "
-                "inside the loss, before the gradient is taken."
+                "real number or a real array of shape (). The order is add(grads, weight). Apply "
+                "weights that differ by example inside the loss, before the gradient is taken."
             )
         return number
 

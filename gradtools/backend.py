@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from gradtools.arguments.marks import MarkedValues, here
 from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
-from gradtools.boundary import Linear, user_facing_methods
+from gradtools.boundary import LinearFunction, user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Map, Rule, by_key, reverse_only_text, spread
 
@@ -222,7 +222,7 @@ class Differentiation(Arrays):
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         """Returns a function that maps args to `run(native, *args)` and is a pytree in JAX."""
-        return Linear(run, native)
+        return LinearFunction(run, native)
 
     def opened(
         self,

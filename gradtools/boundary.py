@@ -76,13 +76,16 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
                 raise
 
         own.__name__, own.__dict__["__wrapped__"] = name, f
-        call = _Method(own, call.func, *call.args, **call.keywords)
+        call = TransformedFunction(own, call.func, *call.args, **call.keywords)
         call.__dict__.update(known)
     return call
 
 
-class _Method(partial[Any]):
-    """A partial that binds to instances like a method, as partials do in Python 3.14."""
+class TransformedFunction(partial[Any]):
+    """The function that an operator such as `grad` or `chunked` returns.
+
+    Binds to instances like a method, as partials do in Python 3.14.
+    """
 
     def __repr__(self) -> str:
         return f"<{vars(self).get('__name__', 'function')}, called with {signature_of(self)}>"
@@ -102,7 +105,7 @@ def signature_of(f: Any) -> str:
         return "(...)"
 
 
-class Linear(partial[Any]):
+class LinearFunction(partial[Any]):
     """A pullback or pushforward that maps args to `run(native, *args)`."""
 
     __doc__ = property(lambda self: self.func.__doc__)  # type: ignore[assignment]

@@ -126,8 +126,8 @@ class Chunking(Operators):
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics; the message explains how to omit this output. Constants such as
-                None, strings and flags must be equal in all chunks. When
+                batch statistics; the message explains how to omit this output. f returns None.
+                Constants such as None, strings and flags must be equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:
@@ -208,8 +208,9 @@ class Chunking(Operators):
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
         The value and the gradients equal the results on the full batch, even if the last chunk is
-        smaller or token counts differ. Unlike in `chunked`, each chunk's backward pass runs
-        immediately: nothing is recomputed.
+        smaller or token counts differ, unless f mixes examples, as batch normalization in training
+        does. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
+        recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the

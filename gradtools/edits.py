@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.arguments.checks import as_array, as_float, check_function, matching
-from gradtools.arguments.wording import describe, in_words, name_of, shown
+from gradtools.arguments.wording import NO_RETURN, describe, in_words, name_of, shown
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
@@ -225,7 +225,8 @@ class Edits(Operators):
         order the cotangent is clipped again.
 
         Args:
-            x: A pytree of arrays.
+            x: A pytree of arrays in f's forward pass, not gradients: for computed gradients, use
+                `torch.nn.utils.clip_grad_norm_` or `optax.clip_by_global_norm`.
             max_norm: The largest 2-norm, a nonnegative real scalar, which may be traced or
                 scheduled. If None, the norm is not clipped.
             max_value: The largest modulus of an entry, a nonnegative real scalar. If None, the
@@ -293,7 +294,8 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: gt.transform_gradient(x, lambda c: c + 1) ** 2)(x))
             7.0
         """
-        check_function("transform_gradient", fn, "fn", curried=False)
+        order = "x comes first: transform_gradient(x, fn)." if callable(x) else ""
+        check_function("transform_gradient", fn, "fn", curried=False, order=order)
         compiler = self._backend.compiler
         if not compiler.is_tracing():
             return self._transformed(x, fn)
@@ -308,7 +310,7 @@ class Edits(Operators):
 
         def of_one(_: Any, cts: Any) -> list[Array]:
             ct = cts[0]
-            new = fn(ct)
+            new = _noted(_OF_FN, fn, ct)
             if backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype:
                 return [new]
             return _checked_cotangents(backend, new, ct, cts)
@@ -321,7 +323,7 @@ class Edits(Operators):
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so x must not be captured
             full = replaced_at([None] * count, places, cts)
-            transformed = fn(backend.unflatten(treedef, full))
+            transformed = _noted(_OF_FN, fn, backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
@@ -411,7 +413,7 @@ class Edits(Operators):
         check_function("straight_through", f)
         if surrogate is not None:
             check_function("straight_through", surrogate, "surrogate", curried=False)
-        return _StraightThrough(self._backend, f, surrogate)
+        return StraightThrough(self._backend, f, surrogate)
 
 
 # --- helpers -----------------------------------------------------------------------------
@@ -435,6 +437,19 @@ def _scaling(factor: str) -> Rule:
         saves=(),
         reaches="identity",
     )
+
+
+_OF_FN = "transform_gradient calls fn(gradient)."
+_OF_SURROGATE = "straight_through calls the surrogate with f's arguments."
+
+
+def _noted(note: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `fun(*args, **kwargs)`; adds the note, which describes the call, to a TypeError."""
+    try:
+        return fun(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(note)
+        raise
 
 
 def _edited(backend: Backend, leaf: Any) -> bool:
@@ -499,7 +514,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
     ]
 
 
-class _StraightThrough:
+class StraightThrough:
     """The function that `straight_through(f, surrogate)` returns; its repr names both functions."""
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
@@ -517,9 +532,10 @@ class _StraightThrough:
 
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns f(*args, **kwargs), with the derivative of the surrogate."""
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
-            through = self._surrogate(*args, **kwargs)
+            through = _noted(_OF_SURROGATE, self._surrogate, *args, **kwargs)
         elif len(args) == 1 and not kwargs:
             through, hint = args[0], " (by default the identity)"
         else:
@@ -544,9 +560,10 @@ class _StraightThrough:
         leaves, treedef = backend.flatten(through)
         values, value_def = backend.flatten_like(treedef, value)
         if not is_same(value_def, treedef):
+            missing = f" {NO_RETURN}" if value is None else ""
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, but "
-                f"its surrogate{hint} has the structure {in_words(treedef)}."
+                f"its surrogate{hint} has the structure {in_words(treedef)}.{missing}"
             )
         pairs = enumerate(zip(values, leaves, strict=True))
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])

@@ -68,14 +68,16 @@ class Jacobians(Operators):
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
             the function returns an array of shape s + t. The arrays form a pytree like the output,
-            with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf.
+            with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf
+            that is floating or complex, and None at each other leaf.
             With sparsity, the function returns one sparse array of shape s + t: `torch.sparse_coo`,
             or `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is unknown;
-                the chunk size is below 1; the pattern has another shape or omits a nonzero entry.
+                the chunk size is below 1; f returns no floating or complex array; the pattern has
+                another shape or omits a nonzero entry.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -102,6 +104,7 @@ class Jacobians(Operators):
         backend = self._backend
         positions = normalized_argnums("jacobian", argnums, len(args))
         call = Call(backend, "jacobian", f, args, kwargs, positions)
+        call.needs_floats = True
         if sparsity is not None:
             from gradtools.sparse_jacobians import sparse_jacobian
 

@@ -104,8 +104,10 @@ class Models(Operators):
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is given, but the module has no argument for it. From apply:
-                params or state has a missing or unexpected name, or an array in params has a wrong
-                shape; in JAX, a module draws random numbers and no key is given.
+                params or state is not a pytree as make_functional returned it, for example if both
+                are exchanged; a name is missing or unexpected (flax.linen reports missing names
+                itself), or, in PyTorch and Keras, an array in params has a wrong shape; in JAX, a
+                module draws random numbers and no key is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS
@@ -116,10 +118,10 @@ class Models(Operators):
         apply, params, state = modules.make_functional(
             module, variables=variables, train=train, rng_names=rng_names
         )
-        return _Apply(apply.func, *apply.args, **apply.keywords), params, state
+        return PureFunction(apply.func, *apply.args, **apply.keywords), params, state
 
 
-class _Apply(partial[Any]):
+class PureFunction(partial[Any]):
     """The function of parameters and state that `make_functional` returns."""
 
     def __repr__(self) -> str:

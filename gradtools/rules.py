@@ -124,6 +124,7 @@ class Rule:
             of another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
             attribute or the function's result is None, every output may depend on every input.
+        is_bridged: Whether the rule calls a function of another framework (`gradtools.bridge`).
         key: A string that compiled code embeds as a constant to refer to the rule; see `by_key`.
     """
 
@@ -139,6 +140,7 @@ class Rule:
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     reaches: Literal["identity"] | Callable[..., Matrix | None] | None = None
+    is_bridged: bool = False
     key: str = field(default_factory=lambda: next(KEYS), init=False)
 
     def __post_init__(self) -> None:
@@ -214,17 +216,18 @@ USE_REVERSE_MODE = (
 )
 
 
-def closed_over_error(name: str, x: Any = None) -> GradtoolsError:
+def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError:
     """Returns the error for a rule that closes over a differentiated array.
 
     x: The array, or None if the array is unknown.
+    fix: Another possible cause.
     """
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
         "derivative would be lost. Pass that array to the function as an argument. The self of a "
         "method holds a module's parameters: instead of a method write a function of the "
-        "parameters."
+        f"parameters.{fix}"
     )
 
 

@@ -159,12 +159,14 @@ class Batch:
         if len(places) > 1:
             listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
             labels = [flat.argument.label for at in places.values() for flat, _ in at]
-            weights = " weights need one entry for each example of the batch." * (
-                "weights" in labels
-            )
+            hint = " weights need one entry for each example of the batch." * ("weights" in labels)
+            for flat, leaf in places.get(2, []):  # an old-style key consists of two uint32 words
+                is_words = leaf and self.backend.dtype_name(leaf.value) == "uint32"
+                if is_words and self.caller != "per_example_grad":
+                    hint += f" If {flat.argument.name} is a random key, name it in key_argnums."
             raise GradtoolsError(
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
-                f"axis has one entry for each example; None shares an argument.{weights}"
+                f"axis has one entry for each example; None shares an argument.{hint}"
             )
         # `chunked` accepts an empty array; f and the chunked function then return empty outputs.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import as_array, check_function, differentiable_leaf, matching
-from gradtools.arguments.wording import describe, in_words
+from gradtools.arguments.wording import NO_RETURN, describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
 NOT_NAMED = "pass the value in an argument that is not in argnums"
+_FLOATS = "Return a floating-point number: a cast to an integer or boolean has no derivative"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
@@ -46,6 +47,7 @@ class Call:
     returns_output = True  # Whether the operator returns the detached output of f.
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
+    needs_floats = False  # Whether f must return a floating or complex array.
     own: frozenset[int] = frozenset()  # The ids of the leaves that are module parameters.
     # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
     # the graph of the evaluation need not be kept.
@@ -187,6 +189,11 @@ class Call:
                 y = as_array(backend, self.caller, y, name, fix=fix)
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
+        if self.needs_floats and not outs:
+            raise GradtoolsError(
+                f"{self.caller}: f must return a floating or complex array; got "
+                f"{describe(backend, out)}. {NO_RETURN if out is None else f'{_FLOATS}.'}"
+            )
         self.no_tangents = [*map(backend.no_tangent, extras)]  # the tangents of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
@@ -325,19 +332,19 @@ class Call:
         if out is not None and self._kinds[0] == "complex":
             fix = "Take the real part, or a norm"
         elif single and not outs:
-            fix = (
-                "Return a floating-point number: a cast to an integer or boolean has no derivative"
-            )
+            fix = _FLOATS
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix
+        elif self.has_aux:
+            fix += "; with has_aux=True f returns (loss, aux), in this order"
         derivative, parenthesis, _ = str(getattr(self.f, "__name__", "")).partition("(")
         if parenthesis and derivative in ("grad", "value_and_grad", "jacobian", "hessian"):
             fix = (
                 f"f is itself a derivative, the result of {derivative}; for the second derivatives "
                 "of a real scalar function use hessian(function), otherwise jacobian(f)"
             )
-        fix = "Is a return statement missing?" if output is None else f"{fix}."
+        fix = NO_RETURN if output is None else f"{fix}."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"
         )

@@ -14,11 +14,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import kind_of_module, refusal
 
 
-def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
+def check_function(
+    caller: str, f: Any, name: str = "f", curried: bool = True, order: str = ""
+) -> None:
     """Raises an error if f is not callable.
 
     curried: Whether `caller(f)` returns a function of f's arguments; the message then suggests the
         call `caller(f)(x)`.
+    order: The advice if f and another argument are swapped.
     """
     if callable(f):
         return
@@ -26,6 +29,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
     came = repr(f) if plain else with_article(type(f).__name__)
     call = f": {caller}({name})(x)" if curried else ""
     hint = f" Pass the function, not its result{call}." if hasattr(f, "dtype") else ""
+    hint = f" {order}" if order else hint
     raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 
@@ -283,19 +287,30 @@ def matching(
     return x
 
 
+def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
+    """Raises an error if `given`, params or state of a call of apply, is not of one of `kinds`."""
+    if not isinstance(given, kinds):
+        raise GradtoolsError(
+            f"apply: {what} must be {expected}, as make_functional returned it; got "
+            f"{with_article(type(given).__name__)}. Call apply(params, state, *args)."
+        )
+
+
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
     """Raises an error if `given` is not a dictionary with the keys `names`."""
-    if not isinstance(given, Mapping):
-        raise GradtoolsError(
-            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
-            f"a {type(given).__name__}."
-        )
+    check_kind(what, given, Mapping, f"a dictionary from {pairs}")
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]
     if missing or unexpected:
-        raise GradtoolsError(
-            f"apply: {what} must contain the names that make_functional returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )
+        raise wrong_names(what, missing, unexpected)
+
+
+def wrong_names(what: str, missing: list[str], unexpected: list[str]) -> GradtoolsError:
+    """Returns the error for params or state with other names than make_functional returned."""
+    return GradtoolsError(
+        f"apply: {what} must contain the names that make_functional returned; missing: "
+        f"{missing or 'none'}, unexpected: {unexpected or 'none'}. "
+        "Call apply(params, state, *args)."
+    )

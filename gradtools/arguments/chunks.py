@@ -14,7 +14,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.marks import ChunkedCall
-from gradtools.arguments.wording import describe, shown
+from gradtools.arguments.wording import NO_RETURN, describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.integrations.containers import is_same
@@ -38,7 +38,8 @@ class ChunkOptions:
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
     """Returns the chunk size as an integer; raises an error if chunk_size or f is invalid."""
-    check_function(caller, f, curried=False)
+    order = f"f comes first: {caller}(f, chunk_size)." if callable(chunk_size) else ""
+    check_function(caller, f, curried=False, order=order)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
 
@@ -49,8 +50,9 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
     if isinstance(verify, (bool, np.bool_)):
         return bool(verify)
     fix = ""
-    if hasattr(verify, "shape") and caller == "checkpoint":
-        fix = " checkpoint returns a function, which takes f's arguments: checkpoint(f)(x)."
+    if hasattr(verify, "shape") and caller != "chunked":
+        f = "G" if caller == "frozen" else "f"
+        fix = f" {caller} returns a function, which takes {f}'s arguments: {caller}({f})(x)."
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
         f"pass), True (in every pass) or False (never).{fix}"
@@ -238,10 +240,8 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
-                    lists = " A list is treated as a list of examples; a tuple contains arrays."
                     note = backend.hint_at_traced_value(error) or (
-                        f"f was called with one chunk, ({called})."
-                        f"{lists if list in map(type, values) else ''}"
+                        f"f was called with one chunk, ({called}).{self._hints(values)}"
                         f"{self._shared_in_words(number, count)}"
                     )
                     error.add_note(f"{self.outputs.caller}: {note}")
@@ -257,6 +257,10 @@ class ChunkFunction:
             if not is_same(treedef, self.carry_def):
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
+        elif out is None and self.outputs.caller == "chunked":
+            raise GradtoolsError(
+                f"chunked: f returned None; expected one entry for each example. {NO_RETURN}"
+            )
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if not is_same(of_now, treedef) or not all(map(is_, now, before)):
@@ -267,6 +271,15 @@ class ChunkFunction:
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
+
+    def _hints(self, values: list[Any]) -> str:
+        """Returns notes about the chunk's lists, and about random keys that were split, or ""."""
+        hints = ""
+        if list in map(type, values):
+            hints = " A list is treated as a list of examples; a tuple contains arrays."
+        if any(self.backend.dtype_name(x) == "uint32" for x in values if hasattr(x, "dtype")):
+            hints += " If an argument is a random key, name it in key_argnums."
+        return hints
 
     def _shared_in_words(self, number: int, count: int) -> str:
         """Returns a note that names the positional arguments that all chunks share, or ""."""

@@ -9,6 +9,8 @@ import numpy as np
 
 from gradtools.backend import Backend
 
+NO_RETURN = "Is a return statement missing?"
+
 
 def describe(backend: Backend, x: Any) -> str:
     """Returns a short description of x for messages."""

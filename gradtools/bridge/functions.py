@@ -102,7 +102,7 @@ class Foreign:
                 return [None] * len(xs)
             return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
 
-        return Rule(self.name, self.value, tangent, cotangent)
+        return Rule(self.name, self.value, tangent, cotangent, is_bridged=True)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Returns a function of the inputs and their tangents that returns output tangents."""
@@ -302,8 +302,11 @@ class FlatBridged(Foreign):
         try:
             out = self.of.fun(*args, **kwargs)
         except TypeError as error:
-            guest = self.guest
-            error.add_note(f"{guest.operator} calls {self.name} with arrays of {guest.title}.")
+            guest, name = self.guest, self.name
+            given = ", ".join([describe(guest.backend, x) for x in [*args, *kwargs.values()]])
+            error.add_note(
+                f"{guest.operator} calls {name} with arrays of {guest.title}: {name}({given})."
+            )
             raise
         leaves, treedef = self.guest.backend.flatten(out)
         structure, order = self._arranged(treedef, len(leaves))

@@ -8,7 +8,7 @@ the loss that the layers after it minimize.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ import equinox as eqx
 import jax
 
 import gradtools.jax as gt
+from gradtools.arguments.checks import check_kind
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.jax.arrays import check_key
 from gradtools.jax.known_errors import NEEDS_KEY, says
@@ -87,12 +89,14 @@ def make_functional(
     parameters = inspect.signature(module.__call__).parameters
     takes_key = any(n == "key" or p.kind is p.VAR_KEYWORD for n, p in parameters.items())
 
-    bound = partial(apply, static, stateful, takes_key)
+    has_arrays = bool(jax.tree.leaves(params))
+    bound = partial(apply, static, has_arrays, stateful, takes_key)
     return bound, params, variables if stateful else {}
 
 
 def apply(
     static: Any,
+    has_arrays: bool,
     stateful: bool,
     takes_key: bool,
     /,
@@ -103,6 +107,7 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Returns the module's output and its new state."""
+    _check_call(static, has_arrays, stateful, params, state)
     if key is not None:
         check_key("apply", key)
     if takes_key:
@@ -117,3 +122,15 @@ def apply(
             raise no_key(error) from error
         raise
     return out if stateful else (out, state)
+
+
+def _check_call(static: Any, has_arrays: bool, stateful: bool, params: Any, state: Any) -> None:
+    """Checks the classes of params and state; without an `eqx.nn.State`, state is passed on."""
+    kind = type(static)
+    if params is not None or has_arrays:
+        check_kind("params", params, kind, with_article(kind.__name__))
+    if stateful:
+        check_kind("state", state, eqx.nn.State, "an eqx.nn.State")
+    else:
+        accepted = Mapping, tuple, list, eqx.nn.State, type(None)
+        check_kind("state", state, accepted, "an empty dictionary")

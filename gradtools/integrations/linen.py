@@ -7,6 +7,7 @@ the loss that the layers after it minimize.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from flax.errors import (
 )
 
 import gradtools.jax as gt
+from gradtools.arguments.checks import check_kind, wrong_names
 from gradtools.errors import GradtoolsError
 from gradtools.jax.modules import keys, mode_of, no_key
 
@@ -58,13 +60,15 @@ def make_functional(
     state = {name: tree for name, tree in variables.items() if name != "params"}
     mode = mode_of(f"{type(module).__name__}.__call__", type(module).__call__, train)
 
-    return partial(apply, module, mode, rng_names), params, state
+    names = tuple(params) if isinstance(params, Mapping) else ()
+    return partial(apply, module, mode, rng_names, names), params, state
 
 
 def apply(
     module: Any,
     mode: dict[str, bool],
     rng_names: tuple[str, ...],
+    names: tuple[str, ...],
     /,
     params: Any,
     state: Any,
@@ -73,6 +77,7 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Returns the module's output and its new state."""
+    _check_call(names, params, state)
     rngs = None
     if key is not None:
         rngs = dict(zip(rng_names, keys(key, len(rng_names)), strict=True))
@@ -92,3 +97,15 @@ def apply(
             )
         raise
     return out, {**state, **updates}
+
+
+def _check_call(names: tuple[str, ...], params: Any, state: Any) -> None:
+    """Raises an error if params and state are not dictionaries, or are exchanged.
+
+    Other names are accepted, since a method of the module may read other parameters and
+    collections.
+    """
+    check_kind("params", params, Mapping, "a dictionary from name to array")
+    check_kind("state", state, Mapping, "a dictionary from collection to variables")
+    if state and set(state) <= set(names) and not any(name in params for name in names):
+        raise wrong_names("params", list(names), list(params))

@@ -12,7 +12,7 @@ uses, containers of these objects) and in the arguments of f.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import Signature, signature
 from types import FunctionType
@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 
 import gradtools.jax as gt
+from gradtools.arguments.checks import check_kind, wrong_names
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import (
@@ -35,6 +36,10 @@ from gradtools.jax import trees
 from gradtools.jax._upstream import with_variables
 from gradtools.jax.module_arguments import flattened
 from gradtools.jax.modules import fresh, keys
+
+_FlatState: Any = type(nnx.to_flat_state(nnx.State({})))
+_STATES = Mapping, _FlatState  # the pytrees that nnx.merge accepts
+_PARTS = "rngs", "variables"
 
 
 class GradientReversal(nnx.Module):
@@ -91,12 +96,13 @@ def make_functional(
     params, state = fresh((params, {"rngs": streams, "variables": rest}))
     known = set(nnx.to_flat_state(rest).paths)
 
-    return partial(apply, graph, known, train), params, state
+    return partial(apply, graph, known, _names(params, state), train), params, state
 
 
 def apply(
     graph: Any,
     known: set[Any],
+    names: list[Any],
     train: bool | None,
     /,
     params: Any,
@@ -106,6 +112,7 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Returns the module's output and its new state."""
+    _check_call(names, params, state)
     model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
     if train is not None:
         model.train() if train else model.eval()
@@ -115,6 +122,31 @@ def apply(
     streams, rest = nnx.state(model, nnx.RngState, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
     rest = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(rest) if p in known])
     return out, {"rngs": streams if key is None else state["rngs"], "variables": rest}
+
+
+def _check_call(names: list[Any], params: Any, state: Any) -> None:
+    """Raises an error if params or state lacks attributes or contains unknown attributes.
+
+    A variable may be moved between params and state, for example to freeze a parameter.
+    """
+    check_kind("params", params, _STATES, "an nnx.State")
+    check_kind("state", state, Mapping, "a dictionary with the keys 'rngs' and 'variables'")
+    if missing := [name for name in _PARTS if name not in state]:
+        raise wrong_names("state", missing, [name for name in state if name not in _PARTS])
+    for name in _PARTS:
+        check_kind(f"state[{name!r}]", state[name], _STATES, "an nnx.State")
+    given = _names(params, state)
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    if missing or unexpected:
+        raise wrong_names("params", missing, unexpected)
+
+
+def _names(params: Any, state: Any) -> list[Any]:
+    """Returns the names of the module's attributes in params and state."""
+    trees = params, *[state[name] for name in _PARTS]
+    paths = [t.paths if isinstance(t, _FlatState) else [(name,) for name in t] for t in trees]
+    return [*dict.fromkeys(path[0] for part in paths for path in part)]
 
 
 def _reseed(model: Any, key: jax.Array) -> None:

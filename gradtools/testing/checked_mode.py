@@ -483,7 +483,7 @@ def checked(seed: int = 0) -> AbstractContextManager[CheckedReport]:
     Raises:
         DerivativeError: A derivative is inconsistent with f's values. The error names the operator,
             the argument, the source lines, both values and, if possible, the operation.
-        GradtoolsError: seed is a function.
+        GradtoolsError: seed is a function or a string.
 
     Example:
         >>> from gradtools.testing import checked
@@ -494,9 +494,11 @@ def checked(seed: int = 0) -> AbstractContextManager[CheckedReport]:
 
     Source: Griewank and Walther, Evaluating derivatives, 2008, section 3.1 (the dot-product test).
     """
-    if callable(seed):
+    if callable(seed) or isinstance(seed, str):
+        came = repr(seed) if isinstance(seed, str) else "a function"
         raise GradtoolsError(
-            "checked: seed is a function; write `with checked():` around the call."
+            f"checked: seed is {came}, expected an integer; write `with checked():` around the "
+            "call."
         )
     return _checking(seed)
 

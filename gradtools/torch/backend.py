@@ -11,7 +11,7 @@ import torch
 
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
-from gradtools.boundary import Linear
+from gradtools.boundary import LinearFunction
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of
 from gradtools.integrations.containers import is_same
 from gradtools.torch import (
@@ -182,8 +182,8 @@ class TorchBackend(FrameworkBackend):
     abstract_eval = LazyMember("rules.checking")
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        # dynamo traces functools.partial, but not its subclass Linear
-        return (partial if is_compiling() else Linear)(run, native)
+        # dynamo traces functools.partial, but not its subclass LinearFunction
+        return (partial if is_compiling() else LinearFunction)(run, native)
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

@@ -95,7 +95,7 @@ _ADVICE = {
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f contains an operation without forward mode in PyTorch. Use "
-        "linearize(f, *primals)[1], which transposes reverse mode, or "
+        'jacobian(mode="reverse"), linearize(f, *primals)[1], which transposes reverse mode, or '
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
     "must implement the jvp function|flat_bdims must not be None": (  # vmap raises the second

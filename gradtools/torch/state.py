@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gradtools.function_variables import cells_of, parts_of
+from gradtools.integrations import integration
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
 from gradtools.torch.functorch_wrappers import PLAIN
@@ -189,6 +190,7 @@ class Held:
                 todo += _parts(x)
         slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
         self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
+        self.buffers += _of_keras(self.modules)
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
         self.parameters = [x for own, _ in self._first for x in own.values() if x is not None]
         self.kinds = {"cpu", *kinds, *(x.device.type for x in self.parameters)} - {"meta"}
@@ -214,6 +216,15 @@ class Held:
                 changed.append((own, dict(own)))
                 own.update(first)
         return changed
+
+
+def _of_keras(modules: Sequence[nn.Module]) -> list[tuple[Slots, nn.Module]]:
+    """Returns the statistics and seeds of Keras layers, which Keras stores as parameters."""
+    keras = integration("keras")
+    layers: list[Any] = [m for m in modules if keras is not None and keras.is_keras(m)]
+    found = {str(id(v)): v.value for layer in layers for v in layer.non_trainable_variables}
+    small = {key: x for key, x in found.items() if x.numel() <= _LARGE}  # no frozen weights
+    return [(small, layers[0])] if small else []
 
 
 def _parts(x: Any) -> Iterable[Any]:

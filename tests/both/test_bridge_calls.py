@@ -333,13 +333,20 @@ def test_arrays_of_the_wrong_framework_are_refused_by_name():
         bridge.to_jax(lambda t: t)(torch.ones(2))
     with pytest.raises(GradtoolsError, match=r"to_torch|jax"):
         bridge.to_torch(lambda t: t)(jnp.ones(2))
-    for made, x, words in (
-        (bridge.to_torch(torch.sin), torch.ones(2), "to_torch calls sin with arrays of JAX."),
-        (bridge.to_jax(jnp.sin), jnp.ones(2), "to_jax calls sin with arrays of PyTorch."),
+    array = "an array of shape (2,) and dtype float32"
+    product = lambda x, y: x * y
+    for made, args, words in (
+        (bridge.to_torch(torch.sin), (torch.ones(2),), f"sin with arrays of JAX: sin({array})."),
+        (
+            bridge.to_jax(jnp.sin),
+            (jnp.float32([1, 1]),),
+            f"sin with arrays of PyTorch: sin({array}).",
+        ),
+        (bridge.to_torch(product), (torch.ones(2), "2"), f"<lambda>({array}, a str)."),
     ):
         with pytest.raises(TypeError) as caught:
-            made(x)
-        assert words in caught.value.__notes__
+            made(*args)
+        assert any(note.endswith(words) for note in caught.value.__notes__)
     with pytest.raises(GradtoolsError, match="to_jax: got an int; expected a function or a model"):
         bridge.to_jax(3)
     with pytest.raises(

@@ -34,8 +34,28 @@ def through_torch(f):
 def test_what_is_lost_inside_is_told_at_the_call_by_the_functions_name(own_and_f):
     own, f = own_and_f
     (finding,) = own.why_zero(f, own.asarray(MATRIX)).findings
-    assert finding.kind == "rule" and finding.operation.startswith("cut_in_")
+    assert finding.kind == "bridged" and finding.operation.startswith("cut_in_")
     assert finding.source.file == __file__
+    assert finding.fix.startswith("call why_zero of this framework on the original function")
+
+
+@pytest.mark.parametrize(("other", "f"), [(gt, cut_in_torch), (gj, cut_in_jax)])
+def test_why_zero_of_the_original_function_names_the_line(other, f):
+    (finding,) = other.why_zero(f, other.asarray(MATRIX)).findings
+    assert (finding.kind, finding.source.function) == ("detached", f.__name__)
+
+
+def argmax_in_torch(t):
+    return torch.argmax(t).int()
+
+
+@pytest.mark.parametrize("own_and_f", [through_jax(argmax_in_torch), through_torch(jnp.argmax)])
+def test_an_integer_of_a_bridged_function_is_lost_inside_the_function(own_and_f):
+    own, f = own_and_f
+    loss = lambda x: (x * x).sum() + f(x) * own.asarray(np.float32(2))
+    (finding,) = own.why_zero(loss, own.asarray(MATRIX)).findings
+    assert (finding.kind, finding.whole) == ("bridged", False)
+    assert "argmax" in finding.operation
 
 
 def square_in_torch(t):

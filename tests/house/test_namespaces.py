@@ -281,8 +281,19 @@ def test_what_an_operator_returns_prints_its_name_its_signature_and_what_it_comp
     for made, (printed, doc) in made_of(gt).items():
         assert repr(made).startswith(printed)
         assert inspect.getdoc(made).startswith(doc)
+        assert not type(made).__name__.startswith("_")
     assert inspect.getdoc(gt.grad(made_of)).startswith("Gradient of made_of")
     assert "Squared error." in inspect.getdoc(next(iter(made_of(gt))))
+
+
+def test_pythons_errors_name_a_public_class_for_a_function_that_was_not_called(gt):
+    def loss(w):
+        return (w**2).sum()
+
+    with pytest.raises(TypeError, match="'float' and 'TransformedFunction'"):
+        0.1 * gt.grad(loss)
+    with pytest.raises(TypeError, match="cannot unpack non-iterable TransformedFunction object"):
+        _, _ = gt.value_and_grad(loss)
 
 
 def test_a_refusal_is_shown_as_a_gradtools_error_and_can_be_pickled(gt):

@@ -170,8 +170,17 @@ def filtered_optimizer():
     return of_graph(model, None, nnx.Optimizer(model, optax.adam(0.1), wrt=only))
 
 
+def filtered_optimizer_of_nothing():
+    model = Graph()
+    only = nnx.All(nnx.Param, nnx.PathContains("heads"))  # a typo
+    return of_graph(model, None, nnx.Optimizer(model, optax.adam(0.1), wrt=only))
+
+
+NAMES = ("kernel", "bias")
+
+
 def nothing(kind):
-    return {f"body.{name}": kind for name in ("kernel", "bias")}
+    return {f"body.{name}": kind for name in NAMES}
 
 
 PLANTED = {
@@ -198,7 +207,12 @@ PLANTED = {
     ),
     "equinox: a label for frozen parameters": Planted(labelled, {"body.weight": "not_optimized"}),
     "equinox: a mask that passes gradients through": Planted(
-        masked, {"body.weight": "not_optimized"}, oracle=False
+        masked, {"body.weight": "raw_update"}, oracle=False
+    ),
+    "nnx: an optimizer whose filter contains no parameter": Planted(
+        filtered_optimizer_of_nothing,
+        {f"{layer}.{name}": "not_optimized" for layer in ("body", "head") for name in NAMES},
+        oracle=False,
     ),
     "equinox: a mask of zero updates": Planted(masked_adam, {"body.weight": "not_optimized"}),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
@@ -240,6 +254,104 @@ def _state_like(model, pure):
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_loss_is_found_and_nothing_else(name):
     PLANTED[name].check(gt, still)
+
+
+# --- optimizers of the parameters a and b ------------------------------------------------
+
+
+def by_label(a, b, train=None, freeze=None):
+    transforms = {"train": train or optax.sgd(0.1), "freeze": freeze or optax.set_to_zero()}
+    return optax.multi_transform(transforms, {"a": a, "b": b})
+
+
+def by_mask(tx, a, b):
+    return optax.masked(tx, {"a": a, "b": b})
+
+
+def warmup():
+    return optax.linear_schedule(0.0, 0.1, 10)
+
+
+# Each entry returns an optimizer; the value is the kind of finding for a and for b.
+OPTIMIZERS = {
+    "all labels frozen": (lambda: by_label("freeze", "freeze"), "not_optimized", "not_optimized"),
+    "all labels frozen, adam": (
+        lambda: by_label("freeze", "freeze", optax.adam(0.1)),
+        "not_optimized",
+        "not_optimized",
+    ),
+    "one label frozen": (lambda: by_label("train", "freeze"), None, "not_optimized"),
+    "one label frozen, and a warmup from zero": (
+        lambda: by_label("train", "freeze", optax.sgd(warmup())),
+        None,
+        "not_optimized",
+    ),
+    "a label with a warmup from zero": (
+        lambda: by_label("train", "freeze", freeze=optax.sgd(warmup())),
+        None,
+        None,
+    ),
+    "a warmup from zero": (lambda: optax.adamw(warmup()), None, None),
+    "accumulated gradients": (lambda: optax.MultiSteps(optax.adam(0.1), 8), None, None),
+    "a learning rate of zero": (lambda: optax.adam(0.0), "not_optimized", "not_optimized"),
+    "a mask": (lambda: by_mask(optax.adam(0.1), True, False), None, "raw_update"),
+    "a mask without a parameter": (
+        lambda: by_mask(optax.sgd(0.1), False, False),
+        "raw_update",
+        "raw_update",
+    ),
+    "a mask after clipping": (
+        lambda: optax.chain(optax.clip_by_global_norm(0.1), by_mask(optax.sgd(0.1), True, False)),
+        None,
+        "raw_update",
+    ),
+    "a label of the identity": (
+        lambda: by_label("train", "freeze", freeze=optax.identity()),
+        None,
+        "raw_update",
+    ),
+    "a mask and its inverse": (
+        lambda: optax.chain(
+            by_mask(optax.sgd(0.1), True, False), by_mask(optax.set_to_zero(), False, True)
+        ),
+        None,
+        "not_optimized",
+    ),
+    "a mask of weight decay": (
+        lambda: optax.chain(by_mask(optax.add_decayed_weights(0.1), True, False), optax.sgd(0.1)),
+        None,
+        None,
+    ),
+    "ascent": (lambda: by_label("train", "freeze", freeze=optax.sgd(-0.1)), None, None),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_reported_by_the_updates_of_the_optimizer(name):
+    make, *expected = OPTIMIZERS[name]
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    loss = lambda p: (p["a"] * p["b"]).sum()
+    report = gt.why_zero(loss, params, optimizer=make())
+    kinds = kinds_by_leaf(report)
+    assert [kinds.pop(leaf, None) for leaf in ("a", "b")] == expected and not kinds
+    tx, moves = make(), {"a": [], "b": []}
+    state, grads = tx.init(params), jax.grad(loss)(params)
+    for _ in range(8):
+        updates, state = tx.update(grads, state, params)
+        for leaf, u in updates.items():
+            moves[leaf].append(u[0].item())
+    for leaf, kind in zip("ab", expected, strict=True):
+        assert any(moves[leaf]) == (kind != "not_optimized")
+        assert (moves[leaf][0] > 0 and name != "ascent") == (kind == "raw_update")
+
+
+def test_a_mask_is_told_to_add_the_gradient_to_the_parameter():
+    loss = lambda p: (p["a"] * p["b"]).sum()
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    text = str(gt.why_zero(loss, params, optimizer=by_mask(optax.sgd(0.1), True, False)))
+    assert text.startswith("b moves in the direction of its gradient:")
+    assert "optax.apply_updates then adds the gradient to the parameter" in text
+    assert "optax.set_to_zero()" in text
 
 
 @pytest.mark.slow

@@ -92,3 +92,13 @@ def test_out_axes_name_the_axis_that_follows(gt):
     assert gt.chunked(time_first, 4, out_axes=1)(gt.asarray(X)).shape == (4, 12, 1)
     with pytest.raises(GradtoolsError, match=r"output has length 8 on axis 1 "):
         gt.chunked(lambda x: gt.xp.mean(x, axis=0)[None], 4, out_axes=1)(gt.asarray(X))
+
+
+def test_an_output_of_none_is_kept_beside_a_carry_and_without_chunks(gt):
+    x = gt.asarray(X)
+    assert gt.frozen(lambda x: None)(x) is None
+    assert gt.checkpoint(lambda x: None)(x) is None
+    total = gt.chunked(lambda x, s: (None, s + x.sum()), 2, carry_argnums=1)
+    out, carry = total(x, gt.asarray(0.0))
+    assert out is None
+    np.testing.assert_allclose(gt.to_numpy(carry), X.sum())

@@ -185,3 +185,12 @@ def test_the_fields_of_a_batch_are_not_taken_for_examples(gt):
     with pytest.raises(IndexError) as caught:
         gt.microbatched_value_and_grad(lambda w, xs: (w * xs[1]).mean(), 1)(x[0, 1], [x, x])
     assert "A list is treated as a list of examples" in caught.value.__notes__[0]
+
+
+@pytest.mark.jax
+def test_a_note_names_key_argnums_if_a_key_was_split():
+    jax, gt = pytest.importorskip("jax"), pytest.importorskip("gradtools.jax")
+    noisy = gt.chunked(lambda x, key: x + jax.random.normal(key, x.shape), 1)
+    with pytest.raises(TypeError) as caught:
+        noisy(jax.numpy.ones((2, 3)), jax.random.PRNGKey(0))  # a key of two words, two examples
+    assert "random key, name it in key_argnums" in caught.value.__notes__[0]

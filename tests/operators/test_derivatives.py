@@ -94,6 +94,20 @@ def test_jacobian_puts_the_arguments_tree_at_each_leaf_of_the_output(gt, backend
     close(found["z"][0]["b"][0], np.ones((3, 1)), 0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "forward"}, {"mode": "reverse"}, {"chunk_size": 1}, {"sparsity": np.eye(2)}],
+    ids=lambda options: "".join(options),
+)
+def test_jacobian_names_an_output_that_has_no_derivative(gt, backend_name, options):
+    pytest.importorskip("scipy")
+    x = lift(backend_name, np.array([1.0, 2.0]))
+    with pytest.raises(GradtoolsError, match=r"got None\. Is a return statement missing\?"):
+        gt.jacobian(lambda x: None, **options)(x)
+    with pytest.raises(GradtoolsError, match=r"got a tuple of 2\. Return a floating-point number"):
+        gt.jacobian(lambda x: (gt.xp.argmax(x), x > 1), **options)(x)
+
+
 def test_jacobian_of_an_integer_output_leaf_is_none(gt, backend_name):
     x = lift(backend_name, np.array([1.0, 2.0]))
     found = gt.jacobian(lambda x: {"y": x * 3, "n": gt.xp.argmax(x)}, mode="reverse")(x)

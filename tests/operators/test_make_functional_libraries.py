@@ -250,3 +250,124 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert not np.array_equal(out, again)
     _, keyed = apply(params, state, x, key=KEY)
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
+
+
+# Errors of calls with other arguments than apply takes, and calls that must not be refused
+
+
+def small_dense():
+    net = eqx.nn.Linear(IN, OUT, key=KEY)
+    return make_functional(net)
+
+
+def small_stateful():
+    net, memory = eqx.nn.make_with_state(Equinox)(0.0)
+    return make_functional(net, variables=memory)
+
+
+WRONG = {
+    "nnx without state": (small_nnx, "px", r"state must be a dictionary .*got a jax.Array"),
+    "nnx exchanged": (small_nnx, "spx", r"state .*missing: \['rngs', 'variables'\]"),
+    "nnx without params": (small_nnx, "-sx", "params must be an nnx.State.*got None"),
+    "nnx with state None": (small_nnx, "p-x", "state must be a dictionary .*got None"),
+    "nnx with empty params": (small_nnx, "0sx", r"params .*missing: \['first', 'last'\]"),
+    "nnx with empty state": (small_nnx, "p0x", r"state .*missing: \['rngs', 'variables'\]"),
+    "linen without state": (small_linen, "px", r"state must be a dictionary .*got a jax.Array"),
+    "linen exchanged": (small_linen, "spx", r"params .*unexpected: \['batch_stats'\]"),
+    "linen without params": (small_linen, "-sx", "params must be a dictionary.*got None"),
+    "linen with state None": (small_linen, "p-x", "state must be a dictionary .*got None"),
+    "equinox without state": (small_dense, "px", "state must be an empty dict.*got a jax.Array"),
+    "equinox exchanged": (small_dense, "spx", "params must be a Linear.*got a dict"),
+    "equinox without params": (small_dense, "-sx", "params must be a Linear.*got None"),
+    "equinox without its State": (small_stateful, "px", "state must be an eqx.nn.State"),
+    "equinox exchanged State": (small_stateful, "spx", "params must be an Equinox.*got a State"),
+    "equinox with State None": (small_stateful, "p-x", "state must be an eqx.nn.State.*got None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_apply_names_the_argument_that_is_not_as_make_functional_returned_it(case):
+    make, given, text = WRONG[case]
+    apply, params, state = make()
+    values_of = {"p": params, "s": state, "x": jnp.ones((BATCH, IN)), "-": None, "0": {}}
+    with pytest.raises(
+        GradtoolsError, match=rf"apply: {text}.*Call apply\(params, state, \*args\)"
+    ):
+        apply(*[values_of[letter] for letter in given])
+
+
+def test_nnx_names_an_unexpected_attribute_of_params_and_a_part_of_state():
+    apply, params, state = small_nnx()
+    x = jnp.ones((BATCH, IN))
+    with pytest.raises(GradtoolsError, match=r"params .*missing: none, unexpected: \['other'\]"):
+        apply({**params, "other": params["last"]}, state, x)
+    with pytest.raises(GradtoolsError, match=r"state .*missing: \['variables'\], unexpected: none"):
+        apply(params, {"rngs": state["rngs"]}, x)
+    with pytest.raises(GradtoolsError, match=r"state\['variables'\] must be an nnx.State"):
+        apply(params, {**state, "variables": None}, x)
+
+
+@LIBRARIES
+def test_apply_accepts_gradients_structs_and_batches_of_params_and_the_new_state(make):
+    apply, params, state = make(0.0)
+    x = jnp.asarray(inputs(), jnp.float32)
+    out, new = apply(params, state, x, key=KEY)
+    grads = jax.grad(lambda p: apply(p, state, x, key=KEY)[0].sum())(params)
+    assert apply(grads, new, x, key=KEY)[0].shape == out.shape
+    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, new))
+    assert jax.eval_shape(lambda p, s: apply(p, s, x, key=KEY), *structs)[0].shape == out.shape
+    batch = jax.tree.map(lambda a: jnp.stack([a, a]), params)
+    outs = jax.vmap(lambda p: apply(p, state, x, key=KEY)[0])(batch)
+    np.testing.assert_allclose(outs[1], out, rtol=1e-5, atol=1e-5)
+
+
+def test_nnx_accepts_a_parameter_that_is_moved_to_the_state_to_freeze_it():
+    apply, params, state = small_nnx(0.0)
+    x = jnp.asarray(inputs(), jnp.float32)
+    free = {name: part for name, part in params.items() if name != "first"}
+    merged = nnx.merge_state(state["variables"], nnx.State({"first": params["first"]}))
+    out, _ = apply(free, {**state, "variables": merged}, x)
+    assert np.array_equal(out, apply(params, state, x)[0])
+
+
+def test_nnx_accepts_plain_dicts_and_flat_states():
+    apply, params, state = small_nnx(0.0)
+    x = jnp.asarray(inputs(), jnp.float32)
+    expected = apply(params, state, x)[0]
+    plain = {name: dict(part) for name, part in params.items()}
+    assert np.array_equal(apply(plain, state, x)[0], expected)
+    flat = {name: nnx.to_flat_state(part) for name, part in state.items()}
+    assert np.array_equal(apply(nnx.to_flat_state(params), flat, x)[0], expected)
+
+
+class Sowing(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        self.sow("intermediates", "x", x)
+        return linen.Dense(OUT, name="dense")(x)
+
+    @linen.compact
+    def other(self, x):
+        return linen.Dense(OUT, name="other")(x)
+
+
+def test_linen_accepts_collections_and_parameters_that_the_first_call_did_not_have():
+    x = jnp.ones((BATCH, IN))
+    variables = {"params": Sowing().init(KEY, x)["params"]}
+    apply, params, state = make_functional(Sowing(), variables=variables)
+    out, new = apply(params, {**state, "intermediates": {}}, x)
+    assert "x" in new["intermediates"]
+    assert np.array_equal(apply(params, new, x)[0], out)
+    assert np.array_equal(apply(params, {"dense": {}}, x)[0], out)  # named like a parameter
+    other = {"other": params["dense"]}
+    assert np.array_equal(apply(other, state, x, method="other")[0], out)
+    without, *_ = make_functional(Sowing(), variables={})
+    assert np.array_equal(without(params, state, x)[0], out)
+
+
+@pytest.mark.parametrize("state", [{}, None, (), {"step": np.ones(())}], ids=str)
+def test_equinox_without_a_state_returns_the_given_state(state):
+    apply, params, _ = small_dense()
+    assert apply(params, state, jnp.ones(IN))[1] is state
+    apply, params, _ = make_functional(eqx.nn.Identity())
+    assert apply(None, state, 1.0) == (1.0, state)

@@ -46,6 +46,17 @@ def test_mixed_partial_says_how_its_functions_are_called(gt):
     assert "mixed_partial calls G(z) and f(y, G(z))" in notes(swapped)
 
 
+def test_edits_say_how_their_functions_are_called(gt):
+    x = gt.asarray(np.ones(3))
+    of_two = lambda x, g: g
+    edited = lambda x: gt.xp.sum(gt.transform_gradient(x, of_two))
+    assert "transform_gradient calls fn(gradient)" in notes(lambda: gt.grad(edited)(x))
+    edited = lambda x: gt.xp.sum(gt.transform_gradient((x, x), of_two)[0])
+    assert "transform_gradient calls fn(gradient)" in notes(lambda: gt.grad(edited)(x))
+    through = gt.straight_through(gt.xp.round, of_two)
+    assert "straight_through calls the surrogate with f's arguments" in notes(lambda: through(x))
+
+
 def test_a_kernel_that_writes_its_argument_hears_that_it_is_read_only(gt):
     kernel = gt.host_function(lambda x: (x.sort(), x)[1])
     assert "the arguments are read-only; copy them" in notes(lambda: kernel(gt.asarray(np.ones(3))))
@@ -72,5 +83,6 @@ def test_apply_of_a_model_shows_how_it_is_called(gt, backend_name):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(jax.random.key(0)))
     apply, params, _ = gt.make_functional(model)
     assert repr(apply) == "<apply, called with (params, state, *args, key=None, **kwargs)>"
+    assert type(apply).__name__ == "PureFunction"
     with pytest.raises(TypeError, match=r"apply\(\) missing 1 required positional argument"):
         apply(params)

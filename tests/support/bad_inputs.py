@@ -73,6 +73,13 @@ def ruled(gt: Any, f: Any) -> Any:
     return rule
 
 
+def swapped_rule(gt: Any, a: Any) -> Any:
+    """Differentiate a custom rule whose forward rule takes the tangents first."""
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defjvp(lambda tangents, primals: (rule(primals[0]), 2 * primals[0] * tangents[0]))
+    return gt.grad(lambda x: gt.xp.sum(rule(x)))(a(V))
+
+
 def badly_ruled(gt: Any) -> Any:
     """Return a custom rule whose bwd raises an error."""
     rule = gt.custom_rule(lambda x: x)
@@ -228,6 +235,10 @@ BAD: dict[str, Call] = {
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
     # --- return values of f
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
+    "jacobian of a function that returns nothing": lambda gt, a: gt.jacobian(lambda x: None)(a(V)),
+    "jacobian of an index": lambda gt, a: gt.jacobian(lambda x: gt.xp.argmax(x))(a(V)),
+    "hessian of a function that returns nothing": lambda gt, a: gt.hessian(lambda x: None)(a(V)),
+    "hvp of an index": lambda gt, a: gt.hvp(lambda x: gt.xp.argmax(x), (a(V),), (a(V),)),
     "grad of a Jacobian": lambda gt, a: gt.grad(gt.jacobian(lambda x: x * x))(a(V)),
     "hessian of a gradient": lambda gt, a: gt.hessian(gt.grad(total(gt)))(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
@@ -235,6 +246,9 @@ BAD: dict[str, Call] = {
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
     "grad of a Python number": lambda gt, a: gt.grad(lambda x: 2.0)(a(V)),
     "grad of a pair": lambda gt, a: gt.grad(lambda x: (gt.xp.sum(x), x))(a(V)),
+    "grad, has_aux with aux first": lambda gt, a: gt.grad(
+        lambda x: (x, gt.xp.sum(x)), has_aux=True
+    )(a(V)),
     "grad, has_aux without aux": lambda gt, a: gt.grad(total(gt), has_aux=True)(a(V)),
     "vjp, has_aux with three results": lambda gt, a: gt.vjp(
         lambda x: (x, x, x), a(V), has_aux=True
@@ -312,12 +326,19 @@ BAD: dict[str, Call] = {
     "checkpoint, an unknown value of verify": lambda gt, a: gt.checkpoint(
         total(gt), verify="always"
     ),
+    "frozen, the arguments beside G": lambda gt, a: gt.frozen(total(gt), a(V)),
+    "chunked, chunk_size first": lambda gt, a: gt.chunked(2, total(gt)),
+    "microbatched, chunk_size first": lambda gt, a: gt.microbatched_value_and_grad(2, total(gt)),
+    "chunked, a random key that is split": lambda gt, a: gt.chunked(lambda x, key: x, 2)(
+        a(ROWS), a(np.array([0, 1], np.uint32))
+    ),
     "checkpoint, the arguments beside f": lambda gt, a: gt.checkpoint(total(gt), a(V)),
     "an array in place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked, an array as chunk size": lambda gt, a: gt.chunked(total(gt), a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
+    "transform_gradient, fn first": lambda gt, a: gt.transform_gradient(lambda c: c, a(V)),
     "transform_gradient, a number in place of a function": lambda gt, a: gt.transform_gradient(
         a(V), 3.0
     ),
@@ -393,6 +414,7 @@ BAD: dict[str, Call] = {
     "chunked, out_axes beyond the output": lambda gt, a: gt.chunked(
         lambda x: x.sum(1), 2, out_axes=1
     )(a(ROWS)),
+    "chunked of a function that returns nothing": lambda gt, a: gt.chunked(lambda x: None, 1)(a(V)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an array and an object returned": lambda gt, a: gt.chunked(
@@ -462,6 +484,9 @@ BAD: dict[str, Call] = {
     "straight_through, an output of another shape": lambda gt, a: gt.straight_through(gt.xp.sum)(
         a(V)
     ),
+    "straight_through of a function that returns nothing": lambda gt, a: gt.straight_through(
+        lambda x: None
+    )(a(V)),
     "straight_through, an integer output": lambda gt, a: gt.straight_through(gt.xp.argmax)(a(V)),
     "frozen of a number": lambda gt, a: gt.frozen(3.0),
     "straight_through of two arguments": lambda gt, a: gt.straight_through(lambda x, y: x)(
@@ -497,6 +522,7 @@ BAD: dict[str, Call] = {
     "a rule that closes over an argument": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(ruled(gt, lambda y: y * x)(a(V)))
     )(a(V)),
+    "a forward rule with its arguments swapped": swapped_rule,
     "a rule that is a method of a module": rule_of_a_method,
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
@@ -585,10 +611,12 @@ BAD: dict[str, Call] = {
     "check_rule of a rule of the other framework": lambda gt, a: check_rule(
         ruled(gt, lambda x: x), (V,), {"torch": "jax", "jax": "torch"}[gt.__name__[10:]]
     ),
+    "checked of a name": lambda gt, a: checked("torch"),
     "checked of a function": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error": lambda gt, a: gt.why_zero(raising, a(V)),
     "why_zero of a function that returns None": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
+    "gradient_graph, f second": lambda gt, a: gt.gradient_graph(total(gt), mean, a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
     "microbatched_value_and_grad with complex weights": lambda gt, a: (
@@ -707,6 +735,9 @@ BAD: dict[str, Call] = {
     "cross_check of models with other shapes": lambda gt, a: other_shapes(),
     "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
+    "GradientAccumulator.add, the weight first": lambda gt, a: gt.GradientAccumulator().add(
+        2, {"w": a(V)}
+    ),
     "GradientAccumulator.add, an array as weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)
     ),
@@ -738,6 +769,7 @@ NATIVE = {
 ONLY = {
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
+    "a forward rule with its arguments swapped": "torch",
     "a rule that is a method of a module": "torch",
     "an example that f changes in place": "torch",
     "make_functional of a linen module's params": "jax",

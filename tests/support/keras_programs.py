@@ -150,6 +150,26 @@ def memory_operators():
     same([g.mean(0) for g in listed(each, params)], wanted)
 
 
+def a_recomputation_restores_the_statistics_and_seeds_of_layers():
+    if BACKEND != "torch":  # with JAX, layers that draw or train are called in make_functional
+        return
+    import torch
+
+    for wrap in (gt.checkpoint, lambda f: gt.chunked(f, 3)):
+        for noise in (keras.layers.Dropout(0.5, seed=3), keras.layers.GaussianNoise(0.5)):
+            x = asarray(X).requires_grad_()
+            y = wrap(noise)(x, training=True)
+            [g] = torch.autograd.grad((y**2).sum(), x)
+            drawn = 2 * y * y / x if isinstance(noise, keras.layers.Dropout) else 2 * y
+            torch.testing.assert_close(g, drawn)
+        norms = [keras.layers.BatchNormalization(momentum=0.5) for _ in range(2)]
+        for norm, run in zip(norms, (wrap(norms[0]), norms[1]), strict=True):
+            norm.build((None, 3))
+            for rows in (X,) if wrap is gt.checkpoint or run is norms[0] else (X[:3], X[3:]):
+                (run(asarray(rows), training=True) ** 2).sum().backward()
+        same(*([v.value.detach() for v in norm.non_trainable_variables] for norm in norms))
+
+
 def a_lost_layer_is_named():
     apply, params, state = gt.make_functional(model(), train=False)
     loss = lambda p: (gt.stop_gradient(apply(p, state, asarray(X))[0]) ** 2).mean()
@@ -221,7 +241,8 @@ def _apply_with(params):
 
 PROGRAMS = [
     gradients_and_state_in_training, evaluation_mode, a_key_says_what_is_drawn,
-    frozen_layers_are_state, second_order, memory_operators, a_lost_layer_is_named,
+    frozen_layers_are_state, second_order, memory_operators,
+    a_recomputation_restores_the_statistics_and_seeds_of_layers, a_lost_layer_is_named,
     errors_say_what_to_do, fit_trains_through_an_edited_gradient,
     chunks_inside_fit_have_the_weights_of_a_plain_fit,
 ]  # fmt: skip

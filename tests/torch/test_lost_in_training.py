@@ -39,6 +39,15 @@ def test_layers_in_a_plain_list_are_told_of_a_module_list_first():
     assert len(fixes) == 1 and fixes.pop().startswith("keep layers in an nn.ModuleList")
 
 
+def test_a_learning_rate_of_zero_is_told_with_its_fix():
+    given = PLANTED["learning rate of zero"].make()
+    report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)
+    assert "does not update the parameter: its learning rate is 0." in str(report)
+    assert {f.fix.partition(";")[0] for f in report} == {
+        "set lr of the parameter group to a positive number"
+    }
+
+
 def test_a_healthy_loop_has_nothing_to_tell():
     given = loop(Net())
     report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)

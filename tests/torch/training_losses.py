@@ -167,6 +167,27 @@ def optimizer_of_a_copy():
     return loop(model, torch.optim.Adam(copy.deepcopy(model).parameters(), 0.5))
 
 
+@planted(of("not_optimized", "body", "head"))
+def learning_rate_of_zero():
+    model = Net()
+    return loop(model, torch.optim.Adam(model.parameters(), 0.0))
+
+
+@planted(of("not_optimized", "body"))
+def learning_rate_of_zero_in_a_group():
+    model = Net()
+    groups = [{"params": model.body.parameters(), "lr": 0.0}, {"params": model.head.parameters()}]
+    return loop(model, torch.optim.SGD(groups, 0.5))
+
+
+@planted({}, oracle=False)
+def warmup_from_zero():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
+    return loop(model, optimizer)
+
+
 class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +237,18 @@ def frozen_by_accident():
     model = Net()
     model.body.requires_grad_(False)
     return loop(model)
+
+
+@planted(of("frozen", "body", "head"), oracle=False)
+def all_frozen():
+    model = Net().requires_grad_(False)
+    return loop(model)
+
+
+@planted(of("frozen", "body", "head"), oracle=False, strangers=True)
+def all_frozen_and_none_in_the_optimizer():
+    model = Net().requires_grad_(False)
+    return loop(model, torch.optim.SGD(Net().parameters(), 0.5))
 
 
 @planted({}, notes=("body.weight", "body.bias"), oracle=False)

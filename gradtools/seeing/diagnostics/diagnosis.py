@@ -161,17 +161,23 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
         where = node.source, node.scope
-        findings.append(Finding(name, str(kind), _called(node), *where, loss.whole))
+        findings.append(Finding(name, _kind(node, kind), _called(node), *where, loss.whole))
     return without_repeats(findings)
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
     """Makes one finding per operation at which a gradient is zero or NaN at the given values."""
     return [
-        Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
-        for place in places
-        if place.node.loss != "zero_derivative"  # reported already
+        Finding(name, _kind(node, kind), _called(node), node.source, node.scope)
+        for node, kind in ((place.node, place.kind) for place in places)
+        if node.loss != "zero_derivative"  # reported already
     ]
+
+
+def _kind(node: Node, kind: str | None) -> str:
+    """Returns `kind`, or "bridged" if a function of the other framework loses the gradient."""
+    is_inside = kind in ("rule", "discrete") and "bridged" in node.attributes
+    return "bridged" if is_inside else str(kind)
 
 
 def _called(node: Node) -> str:

@@ -72,6 +72,11 @@ KINDS: dict[str, FindingKind] = {
         "the custom rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
+    "bridged": FindingKind(
+        "the gradient is lost inside the function of the other framework",
+        "call why_zero of this framework on the original function: gradtools.torch.why_zero(f, x) "
+        "for to_jax(f), gradtools.jax.why_zero(f, x) for to_torch(f)",
+    ),
     "edit": FindingKind(
         "a gradient edit has no derivative with respect to its scale, bound or replacement",
         "pass a constant, or use a custom_rule that returns a cotangent for this input",
@@ -118,8 +123,18 @@ KINDS: dict[str, FindingKind] = {
     "not_optimized": _in_training(
         "the optimizer does not update the parameter",
         "create the optimizer with all parameters of the model after its last layer was added, or "
-        "call add_param_group; check the masks and labels of the optimizer",
+        "call add_param_group; check the masks, labels and learning rates of the optimizer",
         headline=_NOT_TRAINED,
+    ),
+    "raw_update": _in_training(
+        "the optimizer passes the gradient of the parameter through as its update, as optax.masked "
+        "does outside of the mask; optax.apply_updates then adds the gradient to the parameter",
+        "to freeze the parameter, use optax.set_to_zero() by optax.multi_transform or "
+        "optax.partition, or chain optax.masked(optax.set_to_zero(), inverted_mask)",
+        headline=(
+            "moves in the direction of its gradient:",
+            "move in the direction of their gradients:",
+        ),
     ),
     "other_model": _in_training(
         "the optimizer contains a tensor that is not a parameter of the model",
@@ -143,6 +158,10 @@ _FIXES = {
         "nn.Parameter makes a new leaf from a computed tensor: register the tensors from which it "
         "is computed as parameters, or pass the tensor itself (make_functional, "
         "torch.func.functional_call)"
+    ),
+    ("not_optimized", "lr"): (
+        "set lr of the parameter group to a positive number; if lr starts at zero, call why_zero "
+        "after the first step of the schedule"
     ),
     ("left_framework", "tensor"): (
         "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "

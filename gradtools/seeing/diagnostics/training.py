@@ -51,12 +51,14 @@ class Optimised:
     """The arrays that an optimizer changes.
 
     Attributes:
-        holds: A function that returns whether the optimizer changes an array, or None if this is
-            unknown.
+        holds: A function that returns whether the optimizer contains an array.
+        fault: A function that returns a finding if the optimizer does not train an array, and None
+            if the optimizer trains the array or if this is unknown.
         strangers: The names of arrays that are in the optimizer but not in the model.
     """
 
-    holds: Callable[[HeldArray], bool | None]
+    holds: Callable[[HeldArray], bool]
+    fault: Callable[[HeldArray], Finding | None]
     strangers: Sequence[str] = ()
 
 
@@ -109,13 +111,12 @@ def trained(
     result.notes += [(_SPENT, [])] if recording.passes is None else []
 
     frozen = [h.name for h in held if h.role == FROZEN]
-    if optimizer is None:
-        wrong = frozen if len(frozen) == len(held) else []
-    else:
+    wrong = frozen if len(frozen) == len(held) else []
+    if optimizer is not None:
         optimised: Optimised = framework.optimised(caller, optimizer, model, held)
-        wrong = [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
-        lacking = [h for h in held if h.role == PARAMETER and optimised.holds(h) is False]
-        result.findings += [Finding(h.name, "not_optimized", "optimizer") for h in lacking]
+        wrong = wrong or [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
+        faults = [optimised.fault(h) for h in held if h.role == PARAMETER]
+        result.findings += [fault for fault in faults if fault is not None]
         result.findings += [Finding(n, "other_model", "optimizer") for n in optimised.strangers]
         result.names += optimised.strangers
     result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
@@ -138,6 +139,7 @@ _SPENT = (
 # --- networks whose gradients are stopped intentionally ----------------------------------
 
 _TARGET = "not trained, like a target network or a teacher"
+_UNSTEPPED = {"not_optimized", "raw_update"}  # a raw update is zero if the gradient is stopped
 
 
 def _note_targets(
@@ -157,9 +159,9 @@ def _note_targets(
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
         kinds.setdefault(finding.argument, set()).add(finding.kind)
-    stopped = {name for name, of in kinds.items() if of <= STOPS | {"not_optimized"}}
+    stopped = {name for name, of in kinds.items() if of <= STOPS | _UNSTEPPED}
     stopped = {name for name in stopped if kinds[name] & STOPS}
-    unstepped = {n for n in stopped if "not_optimized" in kinds[n] and not is_named}
+    unstepped = {n for n in stopped if kinds[n] & _UNSTEPPED and not is_named}
     parameters = [h for h in held if h.role == PARAMETER]
     names = unstepped | _twins(graph, parameters, numbers, stopped)
     for finding in result.findings:

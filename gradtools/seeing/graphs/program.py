@@ -100,6 +100,8 @@ class LeafProgram:
             name = f"argument {called[i]}{below}"
             if i in self.argnums:
                 elsewhere = "keep it in an argument that argnums does not name"
+                if callable(leaf):
+                    elsewhere += f"; f comes first: {caller}(f, *args)"
                 leaf = differentiable_leaf(backend, caller, leaf, name, elsewhere)
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
                 leaf = backend.asarray(leaf)

@@ -220,7 +220,8 @@ def _described(eqn: Eqn) -> dict[str, Any]:
         rule = eqn.params["rule"]
         operation = "scale_gradient" if rule.name == "scale_gradient" else "custom_rule"
         native = rule.name if name in ("gradtools_primal", "gradtools_value") else name
-        attributes: Mapping[str, Any] = {"name": str(rule.name)}
+        attributes: dict[str, Any] = {"name": str(rule.name)}
+        attributes |= {"bridged": True} if rule.is_bridged else {}
         mark = EDITED if rule.reaches == "identity" else CUSTOM
         mark = "frozen" if rule.name.startswith("frozen") else mark
     elif jaxprs.is_ruled(eqn):

@@ -1,13 +1,14 @@
 """Lists the arrays of a JAX model, and the arrays that its optimizer changes.
 
 A loss function that captures a model is traced once. The arrays of the model are constants of the
-jaxpr, which are identified by id and replaced by variables. An optax optimizer is called with
-gradients equal to one; an array whose update is zero counts as unchanged if other updates are
-nonzero.
+jaxpr, which are identified by id and replaced by variables. An optax optimizer is called twice with
+constant gradients; an array whose updates are zero counts as unchanged if other updates are
+nonzero. If all updates are zero, an array counts as unchanged if its update is a constant.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,13 +16,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import held_in
+from gradtools.jax._upstream import Literal
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.training import HeldArray, Optimised
 from gradtools.seeing.jax.tracing import trace
 
@@ -97,9 +101,11 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """Finds the arrays that an optimizer step changes if all gradients are equal to one.
+    """Finds the arrays that two steps of an optimizer change if all gradients are constant.
 
-    The optimizer is an optax transformation or an `nnx.Optimizer`.
+    The optimizer is an optax transformation or an `nnx.Optimizer`. The learning rate may be zero in
+    the first step. The gradients of the second step are too small for clipping by norm, so an
+    update that is equal to the gradient shows that the optimizer passes the gradient through.
     """
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
@@ -121,21 +127,58 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         )
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
-    ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
-    total = lambda part: sum(map(jnp.sum, jax.tree.leaves(part)))  # a loss whose gradients are ones
-    optax, more = sys.modules.get("optax"), dict[str, Any]()
-    if optax is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        more = {"value": total(part), "grad": ones, "value_fn": total}
-    updates = treedef.flatten_up_to(optimizer.update(ones, state, part, **more)[0])
-    moved, raw = set[int](), set[int]()  # `raw`: ids of arrays whose update is the gradient
-    for x, update in zip(leaves, updates, strict=True):
-        if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
-            moved.add(id(x))
-            raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
-    if not moved:  # the learning rate may start at zero
-        return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients unchanged
-    return Optimised(lambda one: id(one.array) in moved - as_is)
+    optax = sys.modules.get("optax")
+    is_given_the_loss = optax is not None and isinstance(
+        optimizer, optax.GradientTransformationExtraArgs
+    )
+
+    def step(size: Any, state: Any, part: Any) -> tuple[list[Any], Any]:
+        """Returns the updates and the next state for gradients that are equal to `size`."""
+        grads = jax.tree.map(lambda x: jnp.full_like(x, size), part)
+        total = lambda part: size * sum(map(jnp.sum, jax.tree.leaves(part)))
+        more = {"value": total(part), "grad": grads, "value_fn": total}
+        updates, state = optimizer.update(grads, state, part, **(more if is_given_the_loss else {}))
+        updates = treedef.flatten_up_to(updates)
+        return [u if hasattr(u, "dtype") else jnp.zeros(()) for u in updates], state
+
+    small = 2.0 ** -(8 + math.ceil(math.log2(1 + sum(x.size for x in leaves)) / 2))
+    first, after = step(1.0, state, part)
+    second, _ = step(small, after, part)
+    trained, raw = set[int](), set[int]()
+    for x, *updates in zip(leaves, first, second, strict=True):
+        if any(bool(jnp.any(u != 0)) for u in updates):
+            passes_through = bool(jnp.all((updates[1] == small) & (updates[1] != 0)))
+            (raw if passes_through else trained).add(id(x))
+    if not trained and not _is_masked(state):
+        trained, raw = raw, set()
+    if not trained and not raw:  # a schedule or an accumulation of gradients may start with zeros
+        constant = _constant_outputs(jax.make_jaxpr(step)(1.0, state, part))
+        trained = {id(x) for x, same in zip(leaves, constant, strict=False) if not same}
+
+    def fault(one: HeldArray) -> Finding | None:
+        kind = "raw_update" if id(one.array) in raw else "not_optimized"
+        return None if id(one.array) in trained else Finding(one.name, kind, "optimizer")
+
+    return Optimised(lambda one: id(one.array) in trained, fault)
+
+
+def _is_masked(state: Any) -> bool:
+    """Returns whether a part of an optimizer's state belongs to `optax.masked`."""
+    optax = sys.modules.get("optax")
+    is_mask = lambda x: optax is not None and isinstance(x, optax.MaskedState)
+    return any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
+
+
+def _constant_outputs(closed: Any) -> list[bool]:
+    """Returns whether each output of a jaxpr depends on no input; a product with 0 is constant."""
+    constant = set(closed.jaxpr.constvars)
+    is_constant = lambda x: isinstance(x, Literal) or x in constant
+    is_zero = lambda x: isinstance(x, Literal) and not np.any(x.val)
+    for eqn in closed.jaxpr.eqns:
+        is_product = eqn.primitive.name == "mul"
+        if all(map(is_constant, eqn.invars)) or (is_product and any(map(is_zero, eqn.invars))):
+            constant.update(eqn.outvars)
+    return [*map(is_constant, closed.jaxpr.outvars)]
 
 
 def _is_an_optimizer(x: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.training import (
     FROZEN,
     PARAMETER,
@@ -113,4 +114,18 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     ids, own = {id(p) for _, _, p in stepped}, {id(one.array) for one in held}
     strange = [(i, k) for i, k, p in stepped if id(p) not in own]
     names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k in strange]
-    return Optimised(lambda one: id(one.array) in ids, names)
+    at_rest = {id(p) for i, _, p in stepped if _is_at_rest(groups[i])}
+
+    def fault(one: HeldArray) -> Finding | None:
+        if id(one.array) not in ids:
+            return Finding(one.name, "not_optimized", "optimizer")
+        if id(one.array) not in at_rest:
+            return None
+        return Finding(one.name, "not_optimized", "lr", detail="its learning rate is 0")
+
+    return Optimised(lambda one: id(one.array) in ids, fault, names)
+
+
+def _is_at_rest(group: Mapping[str, Any]) -> bool:
+    """Returns whether the learning rate of a group is zero, also as the base of a scheduler."""
+    return "lr" in group and not bool(group["lr"]) and not bool(group.get("initial_lr", 0.0))

@@ -200,7 +200,11 @@ class Signature:
             return None
         y, dy = result
         if y.requires_grad:
-            raise closed_over_error(self.rule.name)
+            fix = (
+                " The error also occurs if the first result of the forward rule depends on the "
+                "tangents; the rule is called as rule(primals, tangents)."
+            )
+            raise closed_over_error(self.rule.name, fix=fix)
         # y is detached, because the graph may refer to y, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 

@@ -33,7 +33,7 @@ from gradtools.seeing.torch.undo import Run, Undo, copied, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
-from gradtools.torch.operation_marks import function_of_ours, reason_of_detach
+from gradtools.torch.operation_marks import RULE, function_of_ours, reason_of_detach
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -227,7 +227,10 @@ class ConnectionRecorder(RunRecorder):
                 loss = "no_grad" if is_off else "rule"
                 loss = loss if any(map(is_inexact, outs)) else "discrete"
             at, made = len(self.made), [self.new(y) for y in outs]
-            about = {"links": links, "loss": loss} | ({"mark": mark} if mark else {})
+            rule = getattr(args[0], "rule", None) if own == RULE else None
+            about: dict[str, Any] = {"links": links, "loss": loss}
+            about |= {"mark": mark} if mark else {}
+            about |= {"attributes": {"bridged": True}} if getattr(rule, "is_bridged", False) else {}
             self.add(name, numbers, made, self.origin(), **about)
             for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):

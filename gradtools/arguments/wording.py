@@ -56,9 +56,12 @@ def name_of(f: Any) -> str:
     return getattr(f, "__name__", None) or type(f).__name__
 
 
-# `gradtools.boundary._Method` is the type of the results of operators, such as grad(f).
-_NAMES = dict.fromkeys(("_Method", "gradtools.boundary._Method"), "function that was not called")
-_NAMES["ArrayImpl"] = "jax.Array"
+_NOT_CALLED = "function that was not called"  # a result of an operator, such as grad(f)
+_NAMES = {
+    "ArrayImpl": "jax.Array",
+    "TransformedFunction": _NOT_CALLED,
+    "gradtools.boundary.TransformedFunction": _NOT_CALLED,
+}
 
 
 def with_article(name: str) -> str:

@@ -3,6 +3,7 @@
 import math
 import sys
 import threading
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -409,6 +410,13 @@ def test_a_registered_mapping_may_be_the_target_and_the_gradients(gt, classes, w
         getattr(gt, write)(target, kind({"x": f32(gt, 1.0)}))
     with pytest.raises(GradtoolsError, match="grads is a list of 1; expected a dict with keys"):
         getattr(gt, write)(target, [f32(gt, 1.0)])
+
+
+def test_a_named_tuple_with_a_field_keys_is_no_mapping(gt):
+    pair = namedtuple("pair", ["keys", "values"])
+    buffer = zeros_buffer(gt, {"a": [1.0, 2.0], "b": 3.0})
+    new = gt.accumulate_gradients(pair(buffer["a"], buffer["b"]), pair(f32(gt, [1.0, 2.0]), None))
+    np.testing.assert_array_equal(held(gt, new.keys), [1.0, 2.0])
 
 
 BAD_WRITES = {

@@ -7,6 +7,7 @@ counts come from XLA's analysis of the compiled program.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,27 +54,30 @@ def _packed(f: Callable[..., Any], *args: Any) -> int:
     import torch
 
     args = tuple(x.detach().clone().requires_grad_() for x in args)
-    made, saved = set[int](), dict[int, int]()
+    made, saved = set[int](), weakref.WeakSet[Any]()  # without saves of graphs that are freed
 
     class Made(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
             before = {memory(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))}
+            if func is torch.ops.aten.lift_fresh.default:  # torch.tensor, called by f
+                before = set()
             made.update({memory(x) for x in torch.utils._pytree.tree_leaves(out)} - before - {0})
             return out
 
     def memory(x: Any) -> int:
         return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else 0
 
-    def pack(x: Any) -> Any:
-        if memory(x) in made:
-            saved[memory(x)] = x.untyped_storage().nbytes()
-        return x
+    class Saved:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x, self.is_made = x, memory(x) in made
+            saved.add(self)
 
-    with Made(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with Made(), torch.autograd.graph.saved_tensors_hooks(Saved, lambda s: s.x):
         y = f(*args)
     assert torch.utils._pytree.tree_leaves(y)[0].requires_grad
-    return sum(saved.values())
+    kept = {memory(s.x): s.x.untyped_storage().nbytes() for s in saved if s.is_made}
+    return sum(kept.values())
 
 
 def _handed(f: Callable[..., Any], *args: Any) -> int:

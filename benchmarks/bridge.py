@@ -1,7 +1,7 @@
 """Measures the overhead of the bridge over DLPack conversion and over `jax.pure_callback`.
 
-The variants of a row run in turn. The table contains the minimum processor time of each variant,
-and the ratio to the first variant. Processor time includes the threads that run callbacks. Other
+The variants of a row run in turn. The table contains the minimum CPU time of each variant,
+and the ratio to the first variant. CPU time includes the threads that run callbacks. Other
 processes affect a minimum less than a median.
 """
 
@@ -134,7 +134,7 @@ def main() -> None:
         f"# The bridge, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        "The function is a network of three layers in float32. Times are minimum processor times "
+        "The function is a network of three layers in float32. Times are minimum CPU times "
         f"over {ROUNDS} interleaved rounds.",
         "",
         "| measurement | variant | microseconds | ratio |",

@@ -66,7 +66,7 @@ def _of_steps() -> str:
     counted = [r for r in found if r["goal"]]
     lines = [
         "The next table compares gradtools with hand-written code or with another package. The "
-        "figures are ratios of processor times, unless the row names another quantity. "
+        "figures are ratios of CPU times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
         "[steps](../benchmarks/results/steps.md#floors) lists the operations and calls.",
         "",

@@ -1,7 +1,7 @@
 """Measures the overhead of host functions over autograd.Function and jax.pure_callback.
 
-The variants of a row run in turn. The table contains the minimum processor time of each variant,
-and the ratio to the first variant. Processor time includes the threads that run callbacks. Other
+The variants of a row run in turn. The table contains the minimum CPU time of each variant,
+and the ratio to the first variant. CPU time includes the threads that run callbacks. Other
 processes affect a minimum less than a median. PyTorch's rows run before JAX is imported.
 """
 
@@ -125,7 +125,7 @@ def main() -> None:
         f"# Host functions, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        f"The kernel is np.exp in float32. Times are minimum processor times over {ROUNDS} "
+        f"The kernel is np.exp in float32. Times are minimum CPU times over {ROUNDS} "
         "interleaved rounds. The hand-written code is a torch.autograd.Function around .numpy() "
         "without vmap, forward mode, second derivatives and checks, and jax.pure_callback with "
         "jax.custom_vjp around it.",

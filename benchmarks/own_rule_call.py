@@ -1,6 +1,6 @@
 """Compares one eager call of a custom rule in PyTorch with a torch.autograd.Function.
 
-The arrays are 8 x 8, so the time is mostly overhead. Times are minimum processor times over short
+The arrays are 8 x 8, so the time is mostly overhead. Times are minimum CPU times over short
 interleaved rounds; other processes affect a minimum less than a median. `own_rules.py` also
 measures larger arrays and JAX.
 """
@@ -64,7 +64,7 @@ def main() -> None:
         f"torch {torch.__version__}, one CPU thread",
         "",
         f"The rule defines exp and its derivative for 8 x 8 arrays in float32. Times are minimum "
-        f"processor times over {ROUNDS} interleaved rounds of {CALLS} calls. Ratios are relative "
+        f"CPU times over {ROUNDS} interleaved rounds of {CALLS} calls. Ratios are relative "
         "to the first variant of each measurement; the first two variants have no forward mode.",
         "",
         "| measurement | variant | microseconds | relative to hand-written |",

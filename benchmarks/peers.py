@@ -5,7 +5,7 @@
 
 The tasks are training through a Jacobian-vector product, token means over ranks, sparse Jacobians,
 and gradients through the steps of an inner optimization. `tests/support/costs.py` counts operations
-and bytes. Time is the median processor time of interleaved runs, divided by the time of the first
+and bytes. Time is the median CPU time of interleaved runs, divided by the time of the first
 method of the task. Packages that are not installed are listed; CUDA kernels are not run.
 """
 
@@ -391,7 +391,7 @@ def main() -> None:
         "",
         "Flops and peak bytes are counted for each operation in PyTorch, and are taken from XLA's "
         "analysis in JAX. "
-        f"Times are median processor times of {ROUNDS} interleaved runs relative to the first "
+        f"Times are median CPU times of {ROUNDS} interleaved runs relative to the first "
         "method, with one thread in PyTorch and JAX's default threads. CUDA kernels "
         "(jvp_flash_attention) are not run.",
     ]

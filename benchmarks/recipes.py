@@ -6,7 +6,7 @@
 The programs of a page set their sizes in a line that ends in `# measured: ...`; this script
 replaces these sizes by the measured sizes. Each row runs in a separate process. The memory is the
 peak memory of the process during a step minus the memory before the step, after compilation in JAX.
-Methods are compared in pairs; time is the processor time relative to the first method of the pair.
+Methods are compared in pairs; time is the CPU time relative to the first method of the pair.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def main() -> None:
         "",
         "The memory is the peak memory of the process during a step (value and gradient in float32 "
         "on one thread) minus the memory before the step. Methods are compared in pairs; time is "
-        "the processor time relative to the first method of the pair.",
+        "the CPU time relative to the first method of the pair.",
     ]
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

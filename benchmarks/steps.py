@@ -3,7 +3,7 @@
     python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
-A figure is the median processor time over interleaved runs, divided by the peer's time, unless the
+A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the
 row names another quantity. "Before" is the figure before the optimization. For each row whose
 figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
 counted. The last table shows microseconds per leaf, chunk and rule as their number grows.
@@ -171,7 +171,7 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         f"# Steps, {datetime.date.today()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, jax {jax.__version__}",
         "",
-        f"Figures are median processor times over {RUNS} interleaved runs (5 for the longest "
+        f"Figures are median CPU times over {RUNS} interleaved runs (5 for the longest "
         f"rows), relative to the peer, in one thread{_priority()}. The load average was "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the end. The column *before* shows "
         "the figures at the time when the goals were set.",

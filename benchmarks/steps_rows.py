@@ -39,7 +39,7 @@ class Row:
     counted: tuple[Run, Run] | None = None
 
     def figure(self) -> Figure:
-        """Returns the processor time relative to the peer, or the figure that `ours` returns."""
+        """Returns the CPU time relative to the peer, or the figure that `ours` returns."""
         if self.theirs is None:
             return float(self.ours())
         ours, theirs = seconds(self.ours, self.theirs, count=self.count)
@@ -47,7 +47,7 @@ class Row:
 
 
 def seconds(*runs: Run, count: int = RUNS) -> list[float]:
-    """Returns the median processor time of each function; the functions run in turn."""
+    """Returns the median CPU time of each function; the functions run in turn."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]

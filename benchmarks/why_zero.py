@@ -88,7 +88,7 @@ def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
 
 
 def timed(call: Callable[[], Any]) -> list[float]:
-    """Returns the processor seconds of the first call, and the median of later calls."""
+    """Returns the CPU seconds of the first call, and the median of later calls."""
     found = []
     for _ in range(1 + LATER):
         start = time.process_time()
@@ -148,9 +148,9 @@ def main() -> None:
     lines = [
         f"# why_zero on {LAYERS} layers, {datetime.date.today()}, Python {sys.version.split()[0]}",
         "",
-        "The table shows the processor seconds of the first call in a new process, and the median "
-        f"of {LATER} later calls. The last column shows both times divided by the times of a first "
-        "and of a later forward pass.",
+        "The table shows the CPU time, in seconds, of the first call in a new process, and the "
+        f"median CPU time of {LATER} later calls. The last column shows both times divided by the "
+        "times of a first and of a later forward pass.",
         "",
         "| framework | loss | differentiated leaves | first call | later | forward passes |",
         "|---|---|---|---|---|---|",

@@ -114,7 +114,7 @@ def trained(gt, backend, loss, image):
 
 
 def sample(name):
-    """Loads a photograph of scikit-learn: 53 by 80 pixels with values from 0 to 1."""
+    """Loads a photograph from scikit-learn: 53 by 80 pixels with values from 0 to 1."""
     image = load_sample_image(name)[:424, :640] / 255.0
     return image.reshape(53, 8, 80, 8, 3).mean(axis=(1, 3))
 

@@ -67,9 +67,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Record the processor time of each phase, including subprocesses that have ended.
+    """Record the CPU time of each phase, including subprocesses that have ended.
 
-    Unlike elapsed time, processor time does not depend on other load.
+    Unlike elapsed time, CPU time does not depend on other load.
     """
     report = yield
     now = sum(os.times()[:4])

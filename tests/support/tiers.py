@@ -144,7 +144,7 @@ def seconds_here(seconds: float) -> float:
 
 @lru_cache
 def _calibration() -> float:
-    """Return the fastest of several runs of a Python loop in seconds of processor time."""
+    """Return the fastest of several runs of a Python loop in seconds of CPU time."""
     times = []
     for _ in range(5):
         start = time.process_time()

@@ -135,8 +135,8 @@ class _Comparison:
         replaced by a nearer point.
 
         Raises:
-            GradtoolsError: The formula differs from automatic differentiation, or every point has a
-                number that is not finite.
+            GradtoolsError: The formula differs from automatic differentiation, or the function
+                computes a number that is not finite at every point.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)

@@ -143,7 +143,7 @@ class CrossCheck:
     # --- the comparison
 
     def run(self, order: int, report: Report) -> None:
-        """Adds all comparisons to the report; `explain` adds the missing causes."""
+        """Adds all comparisons to the report; `causes.explain` adds the causes of disagreements."""
         report.notes += self.pairing.notes
         report.comparisons += self.parameters()
         if not report:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, refusal
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
@@ -49,6 +49,14 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # raised unless t is a permuted contiguous tensor
         return jnp.from_dlpack(t.contiguous())
+    except (RuntimeError, TypeError, ValueError, BufferError) as error:
+        if t.is_cpu:
+            raise
+        raise refusal(
+            error,
+            f"{who} is on {t.device}, and JAX has no such device here. Move it with .cpu(), or "
+            f"install JAX for this device. The error was: {error}",
+        ) from error
 
 
 def shares_device(x: jax.Array) -> bool:

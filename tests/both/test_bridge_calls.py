@@ -401,6 +401,14 @@ def test_a_host_kernel_of_jax_that_calls_jax_is_refused_under_jit_and_not_hung()
         jax.jit(f)(jnp.ones(2))
 
 
+def test_a_device_that_jax_does_not_have_is_named():
+    x = torch.empty(3, device="meta")
+    with pytest.raises(GradtoolsError, match="an argument of sin is on meta, and JAX has no such"):
+        bridge.to_torch(jnp.sin)(x)
+    with pytest.raises(GradtoolsError, match="'weight' of Linear is on meta, and JAX has no such"):
+        bridge.to_jax(torch.nn.Linear(2, 2, device="meta"))
+
+
 @pytest.mark.slow
 def test_a_result_is_on_the_device_of_the_arguments():
     program = """

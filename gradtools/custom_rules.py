@@ -21,7 +21,6 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import trimmed, user_facing_methods
-from gradtools.code_origin import lines_of
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
@@ -233,9 +232,12 @@ class CustomRule:
                 f"jax.custom_vjp, but static arguments come first: it is called as "
                 f"fwd({', '.join(expected)}). Reorder its parameters."
             )
+        if names and self._binding.star is None:
+            dynamic = [name for name in names if name not in statics]
+            self._check_count(f"{self.__name__}.defvjp: fwd", fwd, *dynamic)
 
     def _check_count(self, who: str, rule: Callable[..., Any], *called: str) -> None:
-        """Raises an error if the signature of bwd or the forward rule does not accept `called`."""
+        """Raises an error if the signature of a rule function does not accept `called`."""
         called = (*self._binding.statics, *called)
         try:
             taken = inspect.signature(rule, follow_wrapped=False)
@@ -283,21 +285,8 @@ class CustomRule:
                 statics, rest = self._bound(args, kwargs)
             return self._applied(statics, rest)
         except Exception as error:
-            self._note(error)
             trimmed(error)
             raise
-
-    def _note(self, error: Exception) -> None:
-        """Adds a note to an error of a forward rule that uses its argument tuples like arrays."""
-        code = getattr(self.jvp, "__code__", None)
-        tuples = isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error)
-        if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):
-            statics = "".join(f"{name}, " for name in self._binding.statics)
-            error.add_note(
-                f"{self._kind} {self.__name__}: the forward rule is called as "
-                f"rule({statics}primals, tangents), with two tuples that have one entry for each "
-                "argument. Unpack them: (x,), (dx,) = primals, tangents."
-            )
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
         """Evaluates f with the specialization for the structure of the arguments."""

@@ -19,7 +19,19 @@ from gradtools.rules import ARRAY, Entries, Linearized, avals_of, lengths_of, re
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
 
-ARGUMENT_ERRORS = (TypeError, IndexError, AttributeError)  # raised by a bwd with swapped arguments
+ARGUMENT_ERRORS = (TypeError, IndexError, AttributeError)  # raised by a rule with swapped arguments
+_CALLS = {
+    "fwd": (
+        "with symbolic_zeros=True, each argument of fwd is an object with the attributes `value` "
+        "and `perturbed`."
+    ),
+    "bwd": "bwd is called as bwd({}residuals, cotangent).",
+    "jvp": (
+        "the forward rule is called as rule({}primals, tangents), with two tuples that have one "
+        "entry for each argument: (x,), (dx,) = primals, tangents. The tangent of an integer "
+        "argument is None."
+    ),
+}
 
 
 @dataclass(eq=False)
@@ -66,6 +78,8 @@ class Specialization:
             self.fun = lambda *xs: of._binding.call(fun, statics, arguments(xs))
             self.fwd = fwd and (lambda *xs: fwd(*statics, *arguments(xs)))
             self.jvp = jvp and (lambda xs, ts: jvp(*statics, arguments(xs), self.tangents(ts)))
+        if self.jvp is not None:
+            self.jvp = partial(self._noted, "jvp", self.jvp)
         self.rule = of._rule(self)
         self.key = self.rule.key
 
@@ -166,8 +180,8 @@ class Specialization:
         """
         if "cotangent" not in self.of.symbolic_zeros:
             return self.linearized(xs, self.fwd(*xs))
-        assert self.of.fwd is not None
-        return self.linearized(xs, self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed)))
+        args = *self.statics, *self._fwd_arguments(xs, perturbed)
+        return self.linearized(xs, self._noted("fwd", self.of.fwd, *args))
 
     def linearized(self, xs: Sequence[Array], result: Any) -> Linearized:
         """Converts the pair that fwd returned to the outputs and the linear maps."""
@@ -183,7 +197,7 @@ class Specialization:
             try:
                 return self.cotangents(self.bwd(residuals, ct), like)
             except ARGUMENT_ERRORS as error:
-                self.note_arguments(error)
+                self.note_call("bwd", error)
                 raise
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -200,12 +214,18 @@ class Specialization:
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in ys]
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
-    def note_arguments(self, error: Exception) -> None:
-        """Adds the order of bwd's arguments to an error that bwd raised."""
+    def note_call(self, role: str, error: Exception) -> None:
+        """Adds to an error that a rule function raised how gradtools calls the function."""
         if not getattr(error, "__notes__", ()):
             statics = "".join(f"{name}, " for name in self.of._binding.statics)
-            called = f"bwd is called as bwd({statics}residuals, cotangent)."
-            error.add_note(f"{self.contract.name}: {called}")
+            error.add_note(f"{self.contract.name}: {_CALLS[role].format(statics)}")
+
+    def _noted(self, role: str, rule: Any, *args: Any) -> Any:
+        try:
+            return rule(*args)
+        except ARGUMENT_ERRORS as error:
+            self.note_call(role, error)
+            raise
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
         """Returns fwd's arguments; with symbolic zeros, each array is wrapped in a `Primal`."""

@@ -117,6 +117,19 @@ def rule_of_swapped_arguments(gt: Any, a: Any) -> Any:
     return gt.grad(lambda x: gt.xp.sum(rule(x, x)))(a(V))
 
 
+def rule_of_primals(gt: Any, a: Any) -> Any:
+    """Differentiate a rule with symbolic zeros whose fwd computes with its arguments."""
+    rule = gt.custom_rule(gt.xp.square)
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,), symbolic_zeros=True)
+    return gt.grad(lambda x: gt.xp.sum(rule(x)))(a(V))
+
+
+def rule_of_one_argument(gt: Any, a: Any) -> Any:
+    """Define a rule of a function of two arguments by a fwd that takes one."""
+    rule = gt.custom_rule(lambda x, y: x * y)
+    rule.defvjp(lambda x: (x, x), lambda x, c: (c, c))
+
+
 def rule_of_a_method(gt: Any, a: Any) -> Any:
     """Differentiate a module whose method is a custom rule."""
     from torch import nn
@@ -527,6 +540,10 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
+    "a fwd with symbolic zeros that computes with its arguments": lambda gt, a: noted(
+        lambda: rule_of_primals(gt, a)
+    ),
+    "a fwd with too few arguments": rule_of_one_argument,
     "a bwd of the cotangent and the residuals": lambda gt, a: noted(
         lambda: rule_of_swapped_arguments(gt, a)
     ),

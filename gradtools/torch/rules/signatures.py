@@ -159,7 +159,7 @@ class Signature:
             try:
                 cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
             except ARGUMENT_ERRORS as error:
-                specialized.note_arguments(error)
+                specialized.note_call("bwd", error)
                 raise
             if is_flat and type(cotangents) is tuple and len(cotangents) == len(avals):
                 for g, (shape, dtype, _) in zip(cotangents, avals, strict=True):

@@ -100,7 +100,7 @@ def apply(
 
 
 def _check_call(names: tuple[str, ...], params: Any, state: Any) -> None:
-    """Raises an error if params and state are not dictionaries, or are exchanged.
+    """Raises an error if params and state are not dictionaries, or are swapped.
 
     Other names are accepted, since a method of the module may read other parameters and
     collections.

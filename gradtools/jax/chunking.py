@@ -222,8 +222,8 @@ class _Steps:
     def refuse_shared_draws(self, carry: list[Array]) -> None:
         """Raises an error if f draws random numbers per example with a key that chunks share.
 
-        Random numbers that do not depend on the examples, such as a mask of weights, are allowed.
-        The shapes of allowed random numbers do not depend on the chunk size.
+        Draws count as per example if their shapes change with the chunk size. Other draws, such as
+        a mask of weights, are allowed.
         """
         chunks = self.chunks
         if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):

@@ -30,7 +30,7 @@ def explained(caller: str) -> Iterator[None]:
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Returns whether the package raised the error and its text contains one of the given parts."""
+    """Returns whether the package raised the error, and the error contains one of the parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 

@@ -64,8 +64,8 @@ def like(x: Array, other: Any) -> Array:
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     """Returns the sharding of the result of a callback, which JAX cannot infer.
 
-    The sharding has one entry per axis. The entries are the entries of the first argument of the
-    same shape and, for leading batch axes, of the first argument that is sharded along the axis.
+    The sharding has one entry per axis, copied from the first argument of the same shape or, for a
+    leading batch axis, from the first argument that is sharded along the axis.
 
     xs: The shape of each argument, and the mesh axes over which each axis is sharded.
     """

@@ -62,7 +62,7 @@ transform has ended), and `maybe_get_bdim` returns the batch axis of vmap (-1 if
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
 """`wrap_for_grad` wraps a tensor for a level of `torch.func.grad`; `add_vmap_axis` wraps a tensor
-in a level of vmap, which makes an axis the batch axis."""
+for a level of vmap, with the given axis as the batch axis."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """Returns the batch size of a level of vmap."""

@@ -185,7 +185,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # func differentiates, or gradtools called func
+        if here.own or func in _BACKWARD:  # func computes a derivative, or gradtools calls func
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:

@@ -113,7 +113,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 
 
 def reached(fun: Fun, leaves: Tensors) -> list[bool]:
-    """See `Backend.reached`. The evaluation does not count as a derivative that f takes."""
+    """See `Backend.reached`. The call is not counted among this thread's derivatives."""
     if not differentiated(leaves):
         return [True] * len(leaves)
     engine = _eager_vjp if upstream.peek_interpreter_stack() is None else _functorch_vjp
@@ -282,8 +282,8 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     def push(tangents: Tensors) -> Tensors:
         if lost:
             raise RuntimeError(
-                "f's backward pass records no graph (as in torch.cond), so the pushforward, "
-                "which is its derivative, is unknown; the pullback of gt.vjp is correct"
+                "f's backward pass records no graph (as in torch.cond), so its derivative, the "
+                "pushforward, is unknown; the pullback of gt.vjp is correct"
             )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
         pushed = _pulled(of, [g for g, _ in pairs], dummies, [t for _, t in pairs], True)

@@ -91,7 +91,7 @@ _ADVICE = {
     "yet support saved tensor hooks|use_reentrant=True": (
         "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
         "them, which torch.func's transforms do not support; a reentrant checkpoint also "
-        "lacks derivatives with respect to chosen inputs. Use gt.checkpoint in its place."
+        "lacks derivatives with respect to chosen inputs. Use gt.checkpoint instead."
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f contains an operation without forward mode in PyTorch. Use "
@@ -106,19 +106,19 @@ _ADVICE = {
     ),
     "aten::_scaled_dot_product": (
         "PyTorch has only first derivatives of fused attention. For higher derivatives gradtools "
-        "uses plain operations if it takes all derivatives and there is no dropout: in f use "
+        "uses plain operations if it computes all derivatives and there is no dropout: in f use "
         "gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead of jvp "
         "of a pullback."
     ),
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
         'mode instead, with gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or '
-        "compose the operation of other operations."
+        "express the operation by other operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
         "f converts a tensor with numpy(), which stops gradients. Use PyTorch's operations, or "
-        "a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
-        "gt.straight_through gives it a surrogate's derivative."
+        "a gt.host_function with a rule; x.detach().numpy() is a constant, to which "
+        "gt.straight_through gives the derivative of a surrogate."
     ),
     "does not currently support double backward": (
         "f contains a function that torch.compile compiled, whose backward pass PyTorch cannot "

@@ -5,9 +5,9 @@ several threads call it. Here each call builds a structural copy (`Copy`) instea
 have their own dictionaries with the given parameters and clones of the given buffers. All other
 attributes of the module are shared, including hooks. References inside of the module to its own
 tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
-objects) are replaced by references to the copy. If closures and other objects still read the
-module's own tensors, operations of the call read the given tensors instead. ``make_functional``
-makes a first copy, and each call of ``apply`` copies the first copy.
+objects) are replaced by references to the copy. If closures and other objects still refer to
+the module's own tensors, a function mode passes the given tensors to operations instead of these.
+``make_functional`` makes a first copy, and each call of ``apply`` copies the first copy.
 
 ``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
 applied to another private copy instead. ``gradtools.models`` documents the public name.

@@ -157,7 +157,8 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """Returns x with a tangent of zeros if `like` has a tangent and x does not.
 
-    For an x without a tangent, PyTorch creates a symbolic zero, which is a hundred times slower.
+    For an x without a tangent, PyTorch creates a symbolic zero; operations on it are a hundred
+    times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x

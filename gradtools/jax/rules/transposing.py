@@ -30,8 +30,8 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map calls the function itself, directly or through "
             f"the rule of another function, so transposing the {which} map for the other mode "
-            "recurses without end. Give the missing map as well: defvjp(fwd, bwd) where there is a "
-            "forward rule, defjvp(rule) where there is a reverse rule."
+            "recurses infinitely. Give the missing map as well: defvjp(fwd, bwd) if there is a "
+            "forward rule, defjvp(rule) if there is a reverse rule."
         ) from error
     except NOT_LINEAR as error:
         if not is_of("jax", error):

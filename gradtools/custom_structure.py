@@ -82,7 +82,7 @@ class Specialization:
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
-        """Flattens and checks an output of f (named "it" in messages), fwd or the forward rule."""
+        """Flattens and checks an output of f (`who` is "it"), of fwd or of the forward rule."""
         avals = avals_of(xs)
         if who != "it":
             same_avals = lambda: self._check_output(xs, avals, out, who)

@@ -42,7 +42,7 @@ def check_connected(
             if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
                     f"{caller}: the gradient of {name} is zero everywhere, and f "
-                    "could not be traced to find whether the argument reaches the output (it "
+                    "could not be traced to determine whether the argument reaches the output (it "
                     "branches on values, or leaves the framework)."
                 )
         return

@@ -254,8 +254,8 @@ class _Solution:
         v = xp.where(right == 0, xp.zeros_like(b), v)  # the solver's result for b = 0 is ignored
         left = self._norm(product(v) - b)
         explain = lambda: (
-            f"the linear solve left a residual of more than {tolerance:.0e} of its right-hand "
-            f"side. {self._unsolved(product, b)}"
+            f"the relative residual of the linear solve is above {tolerance:.0e}. "
+            f"{self._unsolved(product, b)}"
         )
         return self._unless(~(left <= tolerance * right), v, explain)
 

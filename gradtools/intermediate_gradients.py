@@ -1,9 +1,9 @@
 """Implements `retain_gradient` and `retained_gradients`: gradients at intermediate values.
 
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
-the gradient of g(h(x) + d) with respect to d at d = 0, so the same backward pass computes it
-and it is differentiable. `arguments/marks.py` explains the marks; `torch/marks.py` and
-`jax/marks.py` evaluate functions that contain marks.
+the gradient of g(h(x) + d) with respect to d at d = 0, so the backward pass of f also computes the
+retained gradient, which is differentiable. `arguments/marks.py` explains the marks;
+`torch/marks.py` and `jax/marks.py` evaluate functions that contain marks.
 """
 
 from __future__ import annotations

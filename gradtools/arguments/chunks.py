@@ -267,7 +267,7 @@ class ChunkFunction:
                 # The container that f changed is a copy that no other code can access.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "but it receives a copy. Return the new contents, or store them in an "
+                    "but f receives a copy. Return the new contents, or store them in an "
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry

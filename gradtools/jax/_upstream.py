@@ -4,8 +4,8 @@ Other modules import the names below from this module. Private names of `jax._sr
 the classes of a jaxpr, the current trace, linearization rules, and one cache. The classes are
 public in `jax.extend.core`, but importing `jax.extend.core` loads all of Pallas, which takes half
 of the time of `import gradtools.jax`; a test asserts that both names refer to the same objects. The
-other names are attributes of equations and jaxprs (source line, name of the function) for drawings,
-formulas and error messages, and the name of one method. All names exist in JAX 0.7.2 to 0.12 unless
+other names are one method, and attributes of equations and jaxprs (source line, function name) that
+drawings, formulas and error messages contain. All names exist in JAX 0.7.2 to 0.12 unless
 a docstring states versions. Sentences with "If JAX removes" state the effect of a removal.
 `tests/jax/test_upstream.py` tests the names that the tests of the operators do not cover.
 """

@@ -168,9 +168,10 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 NO_DOUBLE_BACKWARD = (
-    "a function compiled by torch.compile was differentiated twice outside of the compiled code, "
-    "and PyTorch silently drops the second derivative (pytorch#91469). Compile the "
-    "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
+    "a function compiled by torch.compile was differentiated twice outside of the compiled code; "
+    "PyTorch has no compiled double backward (pytorch#91469) and silently drops the second "
+    "derivative. Compile the derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), "
+    "(v,)))."
 )
 
 

@@ -68,7 +68,7 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
-        "running statistics in training mode), or its own example, which torch.func's transforms "
+        "running statistics in training mode), or an example, which torch.func's transforms "
         "reject. Put the module in evaluation mode, call make_functional on it, or pass "
         "chunk_size=1 (a plain loop) to per_example_grad or jacobian; clone an example before "
         "you write into it (row.clone())."
@@ -113,7 +113,7 @@ _ADVICE = {
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
         'mode instead, with gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or '
-        "express the operation by other operations."
+        "express the operation in terms of other operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
         "f converts a tensor with numpy(), which stops gradients. Use PyTorch's operations, or "
@@ -136,7 +136,7 @@ _ADVICE = {
 _MAPPED = {
     "doesn't match the broadcast shape|stack expects each tensor to be equal size": (
         "in PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
-        "size of a result depends on values. If f runs on one example alone, pass chunk_size=1 (a "
+        "size of a result depends on values. If f accepts a single example, pass chunk_size=1 (a "
         "plain loop without transforms) to per_example_grad or jacobian; for a Hessian use "
         "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),

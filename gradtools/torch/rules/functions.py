@@ -38,9 +38,9 @@ class BatchedRule(Rule):
     """A rule with a custom batching rule.
 
     Attributes:
-        batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns a rule that is
-            applied to the whole batch, its inputs, and a function that maps its outputs to their
-            batch axes.
+        batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns the
+            batched rule, the inputs of that rule, and a function that maps outputs of the rule to
+            their batch axes.
     """
 
     batching_rule: Callable[..., Any]

@@ -119,7 +119,7 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
         warn(
             f"torch.export: the program contains the values of {rule.name}, but not its "
             "derivative: its outputs are constants to autograd. Train the model before it "
-            "is exported; if the values are enough, call torch.export.export under "
+            "is exported; if only the values are needed, call torch.export.export under "
             "torch.no_grad()."
         )
     return [y.detach() for y in ys]

@@ -290,7 +290,7 @@ def transposed(
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
-    """Raises an error if a result y of a linear map at vectors of ones is nonzero without a graph.
+    """Raises an error if a result y of a linear map at vectors of ones is nonzero but has no graph.
 
     v: The vector to which the transpose is applied. If v is zero, y is not needed.
     """
@@ -300,7 +300,7 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode is derived by transposing one of its maps, but "
             "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
-            "Compute the map with gradients on, or give the missing map as well."
+            "Compute the map with gradients enabled, or give the missing map as well."
         )
 
 

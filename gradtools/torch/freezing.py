@@ -90,7 +90,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 
 
 class _Second(Pull):
-    """Autograd node that computes the pullback of `_Pullback`, a second derivative of G."""
+    """Program that computes the pullback of `_Pullback`, a second derivative of G."""
 
     of: _Pullback
 
@@ -129,7 +129,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """Autograd node that computes the pullback of a call of G."""
+    """Program that computes the pullback of a call of G."""
 
     of: _Use
     pulls = _Second

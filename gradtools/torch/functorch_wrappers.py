@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 is_wrapped = upstream.is_wrapped
 PLAIN = frozenset([Tensor, torch.nn.Parameter])
-"""The tensor classes of PyTorch that are not user-defined subclasses."""
+"""The classes of plain tensors; subclasses such as DTensor are excluded."""
 
 
 def unwrapped(x: Tensor) -> Tensor:

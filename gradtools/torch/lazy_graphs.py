@@ -1,4 +1,4 @@
-"""Builds the graph of a derivative with respect to a module in a backward pass (a lazy graph).
+"""Defers the graph of a derivative with respect to modules to the backward pass (a lazy graph).
 
     results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 

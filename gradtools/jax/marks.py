@@ -1,8 +1,8 @@
 """Implements `retained_gradients` in JAX: a primitive marks values, and an interpreter finds them.
 
-The primitive is the identity and lowers to no operation. The interpreter adds an array of zeros to
-each marked value. In a scan, each step adds one slice of an array, and JAX stacks the cotangents of
-the slices.
+The primitive is the identity and lowers to no operation. The interpreter adds an array of
+negative zeros to each marked value. In a scan, each step adds one slice of an array, and JAX stacks
+the cotangents of the slices.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ for _kind in (RuleFunction, Attached):
 
 
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """Clones each tensor in ys that shares memory with another tensor in ys or in `others`.
+    """Clones each tensor in ys that shares memory with an earlier tensor in ys or with `others`.
 
     Autograd does not track that an in-place write to one tensor changes another tensor.
     """

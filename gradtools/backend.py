@@ -273,7 +273,7 @@ class Differentiation(Arrays):
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function that resets random state before each of `count` evaluations."""
+        """Returns a function to call before each of `count` evaluations; it resets random state."""
         return lambda: None
 
     def map_batches(

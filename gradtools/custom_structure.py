@@ -289,7 +289,7 @@ class Specialization:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, like its argument. Reshape or cast the array."
+                f"expected {shape} and {name}, like its primal. Reshape or cast the array."
             )
         return None if zero else x
 

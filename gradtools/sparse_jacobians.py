@@ -145,7 +145,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
         )
 
 
-# --- the pattern and its colouring -----------------------------------------------------------
+# --- the pattern and its coloring ------------------------------------------------------------
 
 
 def _scipy_sparse(caller: str) -> Any:

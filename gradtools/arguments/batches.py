@@ -256,7 +256,7 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
 
 
 def _are_fields(xs: list[Any]) -> bool:
-    """Returns whether a list contains the fields of a batch, such as `[x, y]`, and no examples."""
+    """Returns whether a list contains the fields of a batch, such as `[x, y]`, not examples."""
     if any(_rank(x) == 0 or x.shape[0] != xs[0].shape[0] for x in xs):
         return False
     return any(_rank(x) != _rank(xs[0]) or x.dtype != xs[0].dtype for x in xs)

@@ -288,7 +288,7 @@ def matching(
 
 
 def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
-    """Raises an error if `given`, params or state of a call of apply, is not of one of `kinds`."""
+    """Raises an error if `given`, params or state of `apply`, is not an instance of `kinds`."""
     if not isinstance(given, kinds):
         raise GradtoolsError(
             f"apply: {what} must be {expected}, as make_functional returned it; got "

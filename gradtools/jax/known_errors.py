@@ -1,7 +1,7 @@
 """Re-raises known errors of JAX, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
-checks by the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
+checks in the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
 Other modules of this backend do not read error texts. If JAX rewords an error, the error is raised
 without advice.
 """

@@ -409,7 +409,7 @@ class Programs(Rules):
     compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-        """Returns `make(f)`; if f is a module, returns a module that calls it."""
+        """Returns `make(f)`; if f is a module, returns a module that calls `make(f)`."""
         return make(f)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:

@@ -49,7 +49,7 @@ class Arrays(ABC):
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
-        """Flattens a tree; dict keys are in the order of `treedef` if it has the same keys."""
+        """Flattens a tree, with dict keys in the order of `treedef` if the keys are the same."""
         leaves, own = self.flatten(tree)
         if not is_same(own, treedef) and own.num_leaves == treedef.num_leaves:
             with suppress(ValueError, TypeError):  # raised for trees of different structures

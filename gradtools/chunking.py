@@ -104,7 +104,7 @@ class Chunking(Operators):
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
             key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
-            carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
+            carry_argnums: The arguments that are state, passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and the chunked function also returns such a pair. Several
                 carries form a tuple. Carries are not differentiated.
             interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
@@ -216,7 +216,8 @@ class Chunking(Operators):
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
                 chunk's examples, or their sum.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
-            argnums: The positional arguments to differentiate; all chunks share them.
+            argnums: The positional arguments to differentiate with respect to; all chunks share
+            them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split on axis 0. A
                 list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader as
@@ -232,7 +233,7 @@ class Chunking(Operators):
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss, so return no per-example outputs.
             key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
-            carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
+            carry_argnums: The arguments that are state, passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
                 where several carries form a tuple. Carries are not differentiated.
 

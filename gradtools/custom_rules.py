@@ -50,8 +50,8 @@ class CustomRules(Operators):
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
         With either rule, f supports forward mode, reverse mode, second derivatives in every
-        combination of modes, vmap, compilation and loops. Everything that `fwd` saves (inputs,
-        outputs, intermediates, non-arrays) is differentiated through `fwd` at second order.
+        combination of modes, vmap, compilation and loops. `fwd` may save inputs, outputs,
+        intermediates and non-arrays; second derivatives also differentiate the code of `fwd`.
         Cotangents are J^H v in both frameworks.
 
         Args:
@@ -338,7 +338,7 @@ class CustomRule:
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
-        if avals:  # `outs` may have None for a length that is concrete in `avals`
+        if avals:  # a key of `outs` may contain None for a length that `avals` contains
             return specialized.newest
         return self._backend.static_treedef(specialized.newest)
 

@@ -1,6 +1,6 @@
 """Implements `disconnected_inputs`: errors and warnings for arguments without a gradient.
 
-An argument reaches the output if f computes the output from the argument by a path of
+An argument reaches the output if f computes the output from the argument through a path of
 differentiable operations. Such a path contains no stop_gradient or detach, no cast to integer or
 boolean, no comparison, and no operation outside of the framework. The backends find the
 differentiable paths; this module raises the errors and issues the warnings.

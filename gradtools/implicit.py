@@ -105,8 +105,8 @@ def _check_order(F: Any, solve: Any) -> None:
     if len(of_F) <= len(required) and not any(p.kind in _VARIABLE for p in of_F):
         taken = [", ".join(p.name for p in ps) for ps in (of_F, of_solve)]
         raise GradtoolsError(
-            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F takes z "
-            "and the arguments of solve. F comes first: implicit_solution(F, solve)."
+            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F must take "
+            "z and the arguments of solve. F comes first: implicit_solution(F, solve)."
         )
 
 

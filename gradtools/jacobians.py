@@ -74,10 +74,10 @@ class Jacobians(Operators):
             or `jax.experimental.sparse.BCOO`.
 
         Raises:
-            GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
-                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is unknown;
-                the chunk size is below 1; f returns no floating or complex array; the pattern has
-                another shape or omits a nonzero entry.
+            GradtoolsError: An input is complex (the Jacobian is then not a complex matrix: use
+                pairs of real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
+                unknown; the chunk size is below 1; f returns no floating or complex array; the
+                pattern has another shape or omits a nonzero entry.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -331,7 +331,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # real and imaginary parts need two pullbacks, as inputs are real
+    if any(are_complex):  # real and imaginary parts need separate pullbacks: the inputs are real
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []

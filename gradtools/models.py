@@ -60,9 +60,9 @@ class Models(Operators):
           state maps each buffer's name to a copy, and the name of each frozen parameter to an
           alias, for which no gradient is computed. Tied parameters appear once, under their first
           name. Each call evaluates a structural copy of the module tree; hooks are shared; a number
-          that forward assigns to an attribute remains on that copy. Changes that forward makes to a
-          shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
-          global generators (of the CPU and of the accelerators of the call's tensors) are
+          that forward assigns to an attribute remains on that copy. In-place changes that forward
+          makes to parameters, or to a shared list or dictionary, are not detected. With a key,
+          PyTorch's global generators (of the CPU and of the accelerators of the call's tensors) are
           seeded and restored, under one process-wide lock; the ``random`` modules of Python and
           NumPy are unaffected. On the CPU a seed has 32 effective bits, so one in 2^32 pairs of
           keys draws equal numbers. Under ``torch.func.vmap`` use ``randomness="different"`` and a

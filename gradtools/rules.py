@@ -65,7 +65,7 @@ class Linearized:
         tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
             uses.
         example: For an evaluation of a batch, the maps of one example.
-        written: The user's cotangent map, if `cotangent` instead applies a rule with forward mode.
+        written: The user's cotangent map, if `cotangent` is another map that supports forward mode.
             The user's map uses only the residuals at the start of `saves`.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
@@ -119,9 +119,9 @@ class Rule:
             gets a mask of the differentiated inputs.
         contract: The checks that the user's maps must pass; with a contract, the maps get arrays
             of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
-        reaches: The differentiable paths from inputs to outputs. "identity": the outputs
-            are the inputs unchanged, and a drawn graph shows an identity. A function (for functions
-            of another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
+        reaches: The differentiable paths from inputs to outputs. "identity": the outputs are the
+            inputs unchanged, and graphs show the rule as an identity. A function (for functions of
+            another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
             attribute or the function's result is None, every output may depend on every input.
         is_bridged: Whether the rule calls a function of another framework (`gradtools.bridge`).

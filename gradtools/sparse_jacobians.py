@@ -1,11 +1,11 @@
 """Computes sparse Jacobians and Hessians with a given sparsity pattern by graph coloring.
 
-The product of the Jacobian with one tangent is the sum of columns that share no row (structurally
-orthogonal columns), the product with one cotangent is the sum of rows that share no column, and
-each entry is read from the product in which it is the only term (Curtis, Powell and Reid, On the
-estimation of sparse Jacobian matrices, 1974). NetworkX computes a greedy coloring. If the pattern
-omits a nonzero entry, this entry is added to another entry of the result. To detect omitted
-entries, the products of the Jacobian and of the result with a random vector are compared.
+Each tangent is a sum of unit vectors, which selects columns that share no row (structurally
+orthogonal columns); each cotangent selects rows that share no column. Each nonzero entry of the
+Jacobian is therefore an entry of a product (Curtis, Powell and Reid, On the estimation of sparse
+Jacobian matrices, 1974). NetworkX computes a greedy coloring. If the pattern omits a nonzero entry,
+this entry is added to another entry of the result. To detect omitted entries, the products of the
+Jacobian and of the result with a random vector are compared.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Batch:
                         "an integer, None, or a tree of these values with the structure of "
                         f"{argument.name}, {in_words(treedef)}."
                     ) from error
-            axes = [  # an axis is non-negative if the leaf has that axis
+            axes = [  # a negative axis becomes nonnegative if the leaf has that axis
                 axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
                 for axis, x in zip(axes, values, strict=True)
             ]

@@ -282,7 +282,7 @@ class Call:
         """Returns `attach(results, select)`, which attaches results to the graph of the parameters.
 
         In JAX, or if no argument contains a module, `attach` returns the results unchanged. The
-        attached graph may call `operator(*args, **kwargs)` again, and `select` returns the results
+        attached graph may call `operator(*args, **kwargs)` again, and `select` extracts the results
         from the output of this call.
         """
         if self.opened is None:

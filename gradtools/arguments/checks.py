@@ -167,7 +167,7 @@ def refuse_axes(backend: Backend, caller: str, in_axes: Any, out_axes: Any = 0) 
 
 
 def _is_data(x: Any) -> bool:
-    """Returns whether x is an argument of f, not an option: neither an integer nor a string."""
+    """Returns whether x is data, such as an array, a dict or a module, and not an option."""
     if isinstance(x, (int, float, complex, str, type, tuple, list)) or x is None:
         return False
     try:

@@ -5,8 +5,8 @@ the classes of a jaxpr, the current trace, linearization rules, and one cache. T
 public in `jax.extend.core`, but importing `jax.extend.core` loads all of Pallas, which takes half
 of the time of `import gradtools.jax`; a test asserts that both names refer to the same objects. The
 other names are one method, and attributes of equations and jaxprs (source line, function name) that
-drawings, formulas and error messages contain. All names exist in JAX 0.7.2 to 0.12 unless
-a docstring states versions. Sentences with "If JAX removes" state the effect of a removal.
+appear in drawings, formulas and error messages. All names exist in JAX 0.7.2 to 0.12 unless a
+docstring states versions. Sentences with "If JAX removes" state the effect of a removal.
 `tests/jax/test_upstream.py` tests the names that the tests of the operators do not cover.
 """
 
@@ -210,8 +210,8 @@ def called_by_jax(depth: int) -> bool:
 
     JAX converts the mask of `x[mask]` by calling `__array__`, which must raise an error if NumPy is
     the caller; only the stack frame distinguishes a call by JAX from a call by NumPy. Benefit: f
-    may select elements by a condition. Cost: in a build of JAX without frames, f is reported to
-    branch on a value.
+    may select elements by a condition. Cost: in a build of JAX without Python frames, an error
+    reports that f branches on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 

@@ -120,7 +120,7 @@ def _value(x: Any) -> Hashable:
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):
-        raise TypeError("not hashable: a rule that may read arrays, or be new at each call")
+        raise TypeError("not hashable: a rule that may read arrays or be a new object")
     if not is_rule and _is_function(x) and getattr(x, "__closure__", x) is not None:
         raise TypeError("not hashable: a function that may read arrays")
     return type(x), x

@@ -72,7 +72,7 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap, by which `torch.autograd.grad` implements `is_grads_batched`.
+"""Functions of the legacy vmap, with which `torch.autograd.grad` implements `is_grads_batched`.
 `is_legacy_batched` returns whether a tensor is batched, `enter_vmap` and `leave_vmap` enter and
 exit a level and return the number of active levels, and `add_batch_axis` and `remove_batch_axis`
 wrap and unwrap a tensor."""

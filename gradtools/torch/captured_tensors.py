@@ -283,7 +283,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs, of which one becomes batched in every vmap in which a tensor of ys is batched.
+    """Returns xs; one of them becomes batched in every vmap in which a tensor of ys is batched.
 
     torch.func does not enter a level of vmap for a pullback whose inputs are not batched, but the
     random numbers that f drew in the first pass may be batched.

@@ -238,7 +238,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             super().see(name, line, [y.clone() for y in ys])
 
     def _see_arguments(self, name: str, given: Sequence[Tensor]) -> None:
-        """Records arguments that no operation returned, such as results of autograd.Functions."""
+        """Records arguments that no intercepted call returned, such as results of a Function."""
         if self.count is None:
             return
         line = innermost(lines_above(1))

@@ -56,7 +56,7 @@ def jvps(
     except NotImplementedError as error:
         raise GradtoolsError(
             f"{caller_of(fun)}: G has no forward mode in PyTorch. PyTorch says: {error} "
-            "Take the derivative by gt.grad through gt.frozen(G), which needs no forward mode."
+            "Take the derivative with gt.grad through gt.frozen(G), which needs no forward mode."
         ) from error
     outs, extras, _ = rows[0]
     every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)

@@ -8,9 +8,9 @@ dictionary that maps the names of parameters to gradients. A module may be anywh
 list, a dictionary or a dataclass. The graph of a result is built in the backward pass of the result
 (see `lazy_graphs`).
 
-Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-In these cases f receives a structural copy of the module, as in `make_functional`. Code that still
-reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
+Under vmap, under torch.func and in forward mode, a parameter is replaced by a batched or dual
+tensor. In these cases f receives a structural copy of the module, as in `make_functional`. Code
+that still reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def opened(
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
                 "code cannot differentiate. Call gt.make_functional(module) outside, and "
-                "differentiate apply to params; or do not compile this derivative."
+                "differentiate apply with respect to params; or do not compile this derivative."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)

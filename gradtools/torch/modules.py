@@ -5,8 +5,8 @@ several threads call it. Here each call builds a structural copy (`Copy`) instea
 have their own dictionaries with the given parameters and clones of the given buffers. All other
 attributes of the module are shared, including hooks. References inside of the module to its own
 tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
-objects) are replaced by references to the copy. If closures and other objects still refer to
-the module's own tensors, a function mode passes the given tensors to operations instead of these.
+objects) are replaced by references to the copy. If closures and other objects still refer to the
+module's own tensors, a function mode replaces these tensors by the given tensors in all operations.
 ``make_functional`` makes a first copy, and each call of ``apply`` copies the first copy.
 
 ``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
@@ -393,8 +393,8 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
             raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {x!r}.")
         if x.shape != shape and what == "params":
             raise GradtoolsError(
-                f"apply: params[{name!r}] has shape {tuple(x.shape)}, the module's "
-                f"parameter has shape {tuple(shape)}. Pass a tensor of the latter shape."
+                f"apply: params[{name!r}] has shape {tuple(x.shape)}, but the "
+                f"module's parameter has shape {tuple(shape)}. Pass a tensor of the latter shape."
             )
 
 

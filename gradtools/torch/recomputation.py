@@ -159,8 +159,8 @@ class Program:
             what = "changes an argument in place" if changed else read
             warn_once(
                 (self.caller, what),
-                f"{self.caller}: f {what}, so it is not recomputed: its graph is kept in "
-                "memory. Clone the argument, or pass the tensor as an argument.",
+                f"{self.caller}: f {what}, so f is not recomputed, and its graph is kept "
+                "in memory. Clone the argument, or pass the tensor as an argument.",
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]
@@ -411,7 +411,7 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """Computes the gradients with respect to xs by autograd's engine.
+    """Calls autograd's engine to compute the gradients with respect to xs.
 
     The gradient of an unused tensor is None.
     """

@@ -251,7 +251,7 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
 
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
-    """Transposes a rule inside of a linear function, by its pullback at zero."""
+    """Transposes a rule inside of a linear function, with the pullback of the rule at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     is_lifted = isinstance(rule, TracedRule) and rule.lift is not None
     if is_lifted or rule.origin in local_list("linearizing"):

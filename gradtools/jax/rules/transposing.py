@@ -44,7 +44,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Applies the transpose by the pullback at zero, for values that vary over axes of shard_map.
+    """Applies the transpose as the pullback at zero, for values that vary over axes of shard_map.
 
     `jax.linear_transpose` cannot express varying types (check_vma=True). The map is linear if the
     jaxpr of the pullback does not depend on the point; otherwise an error is raised.
@@ -73,7 +73,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
-    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, conjugated as in gradtools."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, in gradtools' convention."""
 
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]

@@ -183,7 +183,7 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# `pull` calls torch.func directly during compilation, when the engines choose autograd, and in
+# `pull` calls torch.func directly during compilation, where the engines would use autograd, and in
 # forward mode, because autograd cannot write to tangents with overlapping memory.
 
 

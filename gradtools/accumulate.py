@@ -12,8 +12,8 @@ distribution of the tokens over the ranks.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX; the backends' `accumulate.py` updates the
 buffer. Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The
-Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the part that
-rounding discards remains stored (Dekker's sum, Numerische Mathematik 18, 1971).
+Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the rounding error
+of this second addition is stored (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class GradientAccumulator:
         """
         self._check_trace("add")
         w = self._weight(weight)
-        with self._lock:  # `_term` orders dict keys as in the first term
+        with self._lock:  # `_term` reads the state, to order dict keys as in the first term
             term = self._term(grads, w)
             self._state = self._first(term) if self._state is None else self._after(term)
 
@@ -413,7 +413,7 @@ class GradientAccumulator:
             raise GradtoolsError(
                 f"GradientAccumulator.add: weight is {describe(self._backend, weight)}; expected a "
                 "real number or a real array of shape (). The order is add(grads, weight). Apply "
-                "weights that differ by example inside the loss, before the gradient is taken."
+                "the weights of single examples inside the loss, before the gradient is taken."
             )
         return number
 

@@ -187,7 +187,8 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        The captured arrays can then be differentiated. The default returns no arrays.
+        f can then be differentiated with respect to the captured arrays. The default returns no
+        arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 

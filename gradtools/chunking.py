@@ -126,8 +126,8 @@ class Chunking(Operators):
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics; the message explains how to omit this output. f returns None.
-                Constants such as None, strings and flags must be equal in all chunks. When
+                batch statistics; the message explains how to omit this output. f returns None, or a
+                constant (None, a string, a flag) that is not equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:

@@ -60,7 +60,8 @@ class CustomRules(Operators):
                 values.
             static_argnames: The name or names of static arguments: hashable non-array values for
                 which the rule is specialized. Static arguments come first in the arguments of fwd,
-                bwd and rule. An array that a static function captures cannot be differentiated.
+                bwd and rule. f cannot be differentiated with respect to an array that a static
+                function captures.
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an

@@ -472,8 +472,8 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
     if not isinstance(x, (str, int, float, complex)):
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, which contains no array; expected an array "
-            f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
-            "outputs, for another object to its arrays."
+            f"or a pytree of arrays. Apply {name} to the arguments or outputs of a function or "
+            "module, or to the arrays in another object."
         )
 
 

@@ -54,7 +54,7 @@ class Implicit(Operators):
                 modules. An argument that does not reach F's result is
                 disconnected from z, as in `grad`.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
-                is called once, with arguments that have no gradient, and may be an optimizer, a
+                is called once, with arguments whose gradient is stopped, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
             linear_solve: The solver of A x = b: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
                 and positive or negative definite, as at a minimum; "dense" to use A as a matrix; or
@@ -105,8 +105,8 @@ def _check_order(F: Any, solve: Any) -> None:
     if len(of_F) <= len(required) and not any(p.kind in _VARIABLE for p in of_F):
         taken = [", ".join(p.name for p in ps) for ps in (of_F, of_solve)]
         raise GradtoolsError(
-            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F must take "
-            "z and the arguments of solve. F comes first: implicit_solution(F, solve)."
+            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F must "
+            "take z and the arguments of solve. F comes first: implicit_solution(F, solve)."
         )
 
 
@@ -277,7 +277,7 @@ class _Solution:
         if self.linear_solve == "cg" and bool(xp.abs(skew) > 1e-3 * xp.sum(moved * moved)):
             return "'cg' needs a symmetric dF/dz, and dF/dz is not symmetric; use 'gmres'."
         return (
-            "dF/dz may be singular; 'dense' solves small systems, a function (matvec, b) -> x may "
+            "dF/dz may be singular; 'dense' solves small systems; a function (matvec, b) -> x may "
             "use a preconditioner or more iterations."
         )
 
@@ -335,7 +335,7 @@ class _Solution:
         return self.backend.unflatten(form.treedef, leaves)
 
     def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
-        """Applies the pullback of fun to c; returns a tree, with None at non-floating leaves."""
+        """Applies the pullback of fun to c; returns a tree with None at integers and non-arrays."""
         leaves, at, moving = self._moving(fun, tree)
         pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
         left, treedef = iter(pulled), self.backend.flatten(tree)[1]

@@ -97,8 +97,8 @@ def _verified(
 ) -> Array:
     """Returns `values` if the pattern omits no nonzero entry.
 
-    The product of the sparse result with a random vector, the sum of `values * signs` at each of
-    `places`, is compared with the true product. In a trace, where values cannot be read, all values
+    The product of the sparse result with a random vector (the sums of `values * signs` over equal
+    `places`) is compared with the true product. In a trace, where values cannot be read, all values
     are replaced by NaN if the products differ.
 
     Raises:
@@ -120,7 +120,7 @@ def _verified(
         k = int(np.argmax(backend.to_numpy(off)))
         raise GradtoolsError(
             f"{call.caller}: sparsity omits nonzero entries: the product with a "
-            f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} "
+            f"random vector is {float(true[k]):.6g} at index {k}, but {float(ours[k]):.6g} "
             "with the pattern. Pass a pattern with every entry that may be nonzero."
         )
     return values

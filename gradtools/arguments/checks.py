@@ -116,7 +116,7 @@ def normalized_argnums(
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
             fix = "Keyword arguments are not differentiated; pass the argument by position."
             if name in ("key_argnums", "carry_argnums"):
-                fix = "Keyword arguments cannot be named; pass them by position."
+                fix = f"{name} cannot name keyword arguments; pass them by position."
             raise GradtoolsError(
                 f"{caller}: {name} contains {i}, but f was called with {called}. {fix}"
             )

@@ -240,7 +240,7 @@ class Stateful:
         """
         leaves, treedef = flattened((nnx.Variable,), args)
         variables = _variables(leaves)
-        # Each chunk of a list of modules has its own modules, which share no variables.
+        # If a list of modules is split into chunks, the modules of a chunk share no variables.
         if len(variables) == len(self._first) > len(set(self._first)):
             variables = [variables[k] for k in self._first]
             left = iter(variables)

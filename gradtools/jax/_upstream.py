@@ -6,7 +6,7 @@ public in `jax.extend.core`, but importing `jax.extend.core` loads all of Pallas
 of the time of `import gradtools.jax`; a test asserts that both names refer to the same objects. The
 other names are one method, and attributes of equations and jaxprs (source line, function name) that
 appear in drawings, formulas and error messages. All names exist in JAX 0.7.2 to 0.12 unless a
-docstring states versions. Sentences with "If JAX removes" state the effect of a removal.
+docstring states other versions. Sentences with "If JAX removes" state the effect of a removal.
 `tests/jax/test_upstream.py` tests the names that the tests of the operators do not cover.
 """
 

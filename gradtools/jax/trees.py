@@ -22,7 +22,7 @@ from gradtools.jax import shardings
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Flattens a tree.
 
-    The structure is a treedef of JAX, or an `OpenedTree` with more containers.
+    The structure is a treedef of JAX, or an `OpenedTree` if user-defined containers were flattened.
     """
     if isinstance(tree, jax.Array):
         return [tree], _LEAF

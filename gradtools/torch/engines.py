@@ -238,7 +238,7 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """Computes the gradients of the inputs for the given cotangents.
+    """Computes the gradients with respect to the inputs for the given cotangents.
 
     A gradient is None if no output depends on the input.
     """
@@ -342,7 +342,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
             return [None] * len(leaves)
         pairs = zip(cts, outs, strict=True)
         grads = pull(tuple([torch.zeros_like(y) if ct is None else ct for ct, y in pairs]))
-        grads = [g.view_as(g) for g in grads]  # f may return a wrapper of a level that has ended
+        grads = [g.view_as(g) for g in grads]  # a view unwraps a wrapper of an ended level
         if reached:
             grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
         return in_memory(grads, leaves) if nested[0] else grads

@@ -154,7 +154,7 @@ class OneTangent(PlainAttention):
             # Inside of a `torch.autograd.Function`, autograd has already disabled graphs or
             # tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
-            if args[0] and self._stopped >= levels:  # inside of torch.func.grad there are more
+            if args[0] and self._stopped >= levels:  # torch.func.grad adds a level
                 upstream.set_forward_mode_enabled(True)
                 self._stopped = 0
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():

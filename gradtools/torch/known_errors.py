@@ -67,8 +67,8 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
 # The advice for errors for which gradtools has an alternative, keyed by patterns of their texts.
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
-        "f changes a tensor in place that all examples share (such as batch normalization's "
-        "running statistics in training mode), or an example, which torch.func's transforms "
+        "f changes in place an example, or a tensor that all examples share (such as batch "
+        "normalization's running statistics in training mode), which torch.func's transforms "
         "reject. Put the module in evaluation mode, call make_functional on it, or pass "
         "chunk_size=1 (a plain loop) to per_example_grad or jacobian; clone an example before "
         "you write into it (row.clone())."
@@ -89,9 +89,9 @@ _ADVICE = {
         "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
     "yet support saved tensor hooks|use_reentrant=True": (
-        "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
-        "them, which torch.func's transforms do not support; a reentrant checkpoint also "
-        "lacks derivatives with respect to chosen inputs. Use gt.checkpoint instead."
+        "f contains torch.utils.checkpoint or other saved_tensors_hooks, or is called inside of "
+        "them. torch.func's transforms do not support these hooks, and a reentrant checkpoint "
+        "does not support derivatives with respect to selected inputs. Use gt.checkpoint instead."
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f contains an operation without forward mode in PyTorch. Use "
@@ -135,7 +135,7 @@ _ADVICE = {
 # The advice for errors that have other causes outside of vmap.
 _MAPPED = {
     "doesn't match the broadcast shape|stack expects each tensor to be equal size": (
-        "in PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
+        "under PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
         "size of a result depends on values. If f accepts a single example, pass chunk_size=1 (a "
         "plain loop without transforms) to per_example_grad or jacobian; for a Hessian use "
         "gt.jacobian(gt.grad(f), chunk_size=1)."

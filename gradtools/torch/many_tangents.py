@@ -94,7 +94,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes the outputs, and the tangents by the transpose of the pullback."""
+        """Computes the outputs and, by transposing the pullback, the tangents."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])

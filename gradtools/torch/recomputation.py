@@ -430,7 +430,7 @@ def gradients(
 
 
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
-    """Returns an argument of f: a view of x, or of a new leaf if the graph of x is not needed."""
+    """Returns the tensor to pass to f for x: x detached, a view of x, or a view of a new leaf."""
     if not (x.requires_grad or wanted):
         return x.detach()
     x = x if create and x.requires_grad else x.detach().requires_grad_()
@@ -449,7 +449,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # recorders patch this method
+        apply = super(torch.autograd.Function, _Node).apply  # `gradtools.seeing` patches it
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

@@ -131,16 +131,16 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# The latest states of Python's and NumPy's generators, and the memory of the states. Copying a
-# state takes longer than evaluating a small layer, so a state is copied only if its memory has
-# changed.
+# The latest states of Python's and NumPy's generators, and the bytes of the generators' memory.
+# Copying a state takes longer than evaluating a small layer, so a state is copied only if its
+# memory has changed.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:
-    """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
+    """Reads the memory of a Mersenne Twister generator. Returns b"" for NumPy's other generators.
 
     For Python, the result also contains the cached second number of a Gaussian pair. NumPy stores
     this number only in the state.

@@ -132,8 +132,8 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the outputs and extras of an application, attached to an autograd node."""
     inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
-    # Outside of torch.func, this call skips the checks of `Function.apply`. Recorders patch this
-    # call.
+    # Outside of torch.func, this call skips the checks of `Function.apply`. `gradtools.seeing`
+    # patches this call.
     kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
     return kind.apply(point, *apart(xs))
 

@@ -120,7 +120,7 @@ class Accumulation(Operators):
         """Replaces the values in a buffer by gradients.
 
         Works like `accumulate_gradients`, but replaces the old values instead of adding to them.
-        Entries that are missing in `grads` or are None keep their old value. In PyTorch a shared
+        Entries that are missing in `grads` or are None keep their old values. In PyTorch a shared
         parameter accepts only one gradient, and `.grad` is the given tensor itself, without its
         graph: an optimizer or gradient clipping that changes `.grad` in place also changes this
         tensor.

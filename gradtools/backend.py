@@ -274,7 +274,7 @@ class Differentiation(Arrays):
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function to call before each of `count` evaluations; it resets random state."""
+        """Returns a function that resets random state; it is called before each evaluation."""
         return lambda: None
 
     def map_batches(

@@ -56,7 +56,7 @@ class CustomRules(Operators):
 
         Args:
             f: A function that takes and returns pytrees of arrays. Keyword arguments are bound to
-                the signature of f; a rule gets every argument by position, including default
+                the signature of f; a rule receives every argument by position, including default
                 values.
             static_argnames: The name or names of static arguments: hashable non-array values for
                 which the rule is specialized. Static arguments come first in the arguments of fwd,
@@ -65,8 +65,8 @@ class CustomRules(Operators):
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an
-            integer argument; `rule` gets None as the tangent of an integer argument. A Python float
-            or complex number is treated like an array; its tangent is zero.
+            integer argument; `rule` receives None as the tangent of an integer argument. A Python
+            float or complex number is treated like an array; its tangent is zero.
 
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
@@ -207,8 +207,8 @@ class CustomRule:
                 is not static. Static arguments come first in the arguments of fwd and bwd. bwd must
                 not write into the residuals or the cotangent in place; clone them first.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
-                and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
-                `needs_input_grad`), and bwd gets None for a zero cotangent.
+                and number, fwd then receives an object with `value` and `perturbed` (PyTorch's
+                `needs_input_grad`), and bwd receives None for a zero cotangent.
             optimize_remat: Accepted for compatibility with `jax.custom_vjp`; has no effect. fwd is
                 inlined, so residuals that a checkpoint recomputes are not computed in the first
                 pass.

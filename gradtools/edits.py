@@ -220,9 +220,9 @@ class Edits(Operators):
         """Clips the gradient that flows through x, by modulus and by global norm.
 
         Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
-        max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
-        cotangent stays zero, and NaN stays NaN. The edit supports reverse mode only; at second
-        order the cotangent is clipped again.
+        max_norm / norm), where norm is the 2-norm of the gradient over all leaves. There is no
+        epsilon; a zero cotangent stays zero, and NaN stays NaN. The edit supports reverse mode
+        only; at second order the cotangent is clipped again.
 
         Args:
             x: A pytree of arrays in f's forward pass, not gradients: for computed gradients, use
@@ -388,7 +388,7 @@ class Edits(Operators):
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
         The derivative is correct in forward and reverse mode and at every order; f itself is never
-        differentiated and gets detached inputs. f may be a NumPy function.
+        differentiated and receives detached inputs. f may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.

@@ -99,8 +99,8 @@ class Kernel:
     """A function of NumPy arrays, and the specs of its results.
 
     Attributes:
-        fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
-            and other arguments unchanged; returns NumPy arrays.
+        fun: Receives the program's arrays as read-only NumPy arrays in C order (bfloat16 as
+            float32), and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
             that returns such a pytree for the arguments, with each array replaced by its ArraySpec
             of one example.

@@ -33,7 +33,7 @@ class MixedPartials(Operators):
 
         Args:
             f: A real scalar function of y and of G's result.
-            G: A function of z that supports forward mode; PyTorch's fused attention, which lacks
+            G: A function of z that supports forward mode; PyTorch's fused attention, which has no
                 forward mode, is replaced by plain operations. If G contains other operations
                 without forward mode, use `grad` through `frozen(G)` instead.
             y: A pytree of floating or complex arrays.

@@ -98,7 +98,7 @@ class Contract:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Primal:
-    """An argument that `fwd` gets with `symbolic_zeros=True`.
+    """An argument that `fwd` receives with `symbolic_zeros=True`.
 
     Attributes:
         value: The argument, an array or number.

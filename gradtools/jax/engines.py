@@ -102,7 +102,7 @@ def jvp(
 def jvps(
     fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
 ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-    """Computes `jvp` along many tangents by vmap. The primal outputs are not batched."""
+    """Computes `jvp` along many tangents with vmap. The primal outputs are not batched."""
     if len(many) == 1:
         outs, extras, pushed = jvp(fun, leaves, many[0])
         return outs, extras, [pushed]

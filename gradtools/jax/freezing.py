@@ -1,4 +1,4 @@
-"""Implements `frozen` in JAX by a rule whose pullback is also a rule.
+"""Implements `frozen` in JAX with a rule whose pullback is also a rule.
 
 Only the pullback reads the residuals of the first evaluation. A second derivative recomputes all
 values from the arguments. Differentiating a first derivative therefore stores only arguments and

@@ -116,8 +116,9 @@ class Replaced(TorchFunctionMode):
         """Raises an error if a captured tensor was not replaced."""
         if self._left:
             raise GradtoolsError(
-                f"{caller}: f captures a tensor of a torch.func transform, but does not read it when "
-                "f is computed again in the backward pass. Pass the tensor to f as an argument."
+                f"{caller}: f captures a tensor of a torch.func transform, but does not read the "
+                "tensor when f is computed again in the backward pass. Pass the tensor to f as an "
+                "argument."
             )
 
 

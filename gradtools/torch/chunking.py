@@ -59,7 +59,7 @@ def held_by(chunks: Chunks) -> Held | None:
     """Returns the objects that contain f's state, or None if chunks are not recomputed.
 
     Raises an error if f contains a data-parallel wrapper, and warns if f contains batch
-    normalization.
+    normalization in training mode.
     """
     if upstream.is_exporting() or is_plain():
         return None

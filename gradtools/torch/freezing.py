@@ -1,4 +1,4 @@
-"""Implements `frozen` in PyTorch by recomputed programs with a custom second derivative.
+"""Implements `frozen` in PyTorch with recomputed programs that have a custom second derivative.
 
     value       y = G(z)                 one pass; the graph is stored until the pullback runs or G
                                          is called again

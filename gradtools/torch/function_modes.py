@@ -92,7 +92,7 @@ class OwnMode(TorchFunctionMode):
 
 
 class PlainAttention(OwnMode):
-    """Computes attention by plain operations, but calls PyTorch's normalization functions."""
+    """Computes attention with plain operations, but calls PyTorch's normalization functions."""
 
     programs = _ATTENTION
 
@@ -102,7 +102,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations that support jvp, vmap and double backward."""
+    """Computes attention and norms with operations that support jvp, vmap and double backward."""
 
     programs = _PLAIN_KERNELS
 

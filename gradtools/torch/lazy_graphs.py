@@ -86,7 +86,7 @@ class LazyGraph(Program):
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
         super().__init__("", list, held, RunState.now(held))
-        self.deferred = True  # whether the engine frees the graph
+        self.deferred = True  # whether the backward pass builds the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves on which f depends, by id
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad

@@ -112,7 +112,7 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Returns a function to call before each of `count` evaluations; it restores the state."""
+    """Returns a function that restores the state, to call before each of `count` evaluations."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore

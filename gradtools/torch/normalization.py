@@ -1,4 +1,4 @@
-"""Computes layer, batch, group and instance norm, and distances, by elementary operations.
+"""Computes layer, batch, group and instance norm, and distances, with elementary operations.
 
 The fused kernels also return the mean and the inverse standard deviation, which PyTorch's vmap and
 jvp rules treat as constants. In torch.func, derivatives of tangents and of gradients under vmap are

@@ -191,7 +191,7 @@ class Program:
         return [*captured, *xs]
 
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
-        """Attaches the known outputs to xs and the sources by one autograd node."""
+        """Attaches the known outputs to xs and the sources with one autograd node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
         # Captured tensors with a graph become arguments, at which the graph of f ends.
@@ -449,7 +449,9 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # `gradtools.seeing` patches it
+        apply = super(
+            torch.autograd.Function, _Node
+        ).apply  # `gradtools.seeing` patches this method
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

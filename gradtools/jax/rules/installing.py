@@ -1,4 +1,4 @@
-"""Defines rules in JAX by primitives with a jvp (the tangent map) and a transpose.
+"""Defines rules in JAX as primitives with a jvp (the tangent map) and a transpose.
 
 JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
 of gradtools support both:

@@ -74,8 +74,8 @@ class Staged:
         run: Evaluates the trace. Calling `run` instead of the function executes the user's code
             only once.
         reverse_only: Whether the function contains a rule without forward mode.
-        jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if this is known
-            only after an evaluation.
+        jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if the mode is
+        known only after an evaluation.
     """
 
     run: Fun

@@ -49,10 +49,10 @@ class CustomRules(Operators):
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
-        With either rule, f supports forward mode, reverse mode, second derivatives in every
-        combination of modes, vmap, compilation and loops. `fwd` may save inputs, outputs,
-        intermediates and non-arrays; second derivatives also differentiate the code of `fwd`.
-        Cotangents are J^H v in both frameworks.
+        With either rule, f supports forward and reverse mode, vmap, compilation, loops, and second
+        derivatives in every combination of modes. `fwd` may save inputs, outputs, intermediates and
+        non-arrays; second derivatives also differentiate the code of `fwd`. Cotangents are J^H v in
+        both frameworks.
 
         Args:
             f: A function that takes and returns pytrees of arrays. Keyword arguments are bound to

@@ -217,11 +217,11 @@ class Edits(Operators):
     def clip_gradient(
         self, x: T, max_norm: RealLike | None = None, max_value: RealLike | None = None
     ) -> T:
-        """Clips the gradient that flows through x, by modulus and by global norm.
+        """Clips the gradient that flows through x, by entrywise modulus and by global norm.
 
-        Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
-        max_norm / norm), where norm is the 2-norm of the gradient over all leaves. There is no
-        epsilon; a zero cotangent stays zero, and NaN stays NaN. The edit supports reverse mode
+        Each entry c becomes c min(1, max_value / |c|). The gradients of all leaves are then
+        multiplied by min(1, max_norm / norm), where norm is the 2-norm over all of them. There is
+        no epsilon; a zero cotangent stays zero, and NaN stays NaN. The edit supports reverse mode
         only; at second order the cotangent is clipped again.
 
         Args:

@@ -143,7 +143,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluates an edit with operations that PyTorch differentiates, without its custom rule."""
+        """Evaluates an edit with operations that PyTorch differentiates, without its rule."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]

@@ -1,11 +1,11 @@
-"""Defers the graph of a derivative with respect to modules to the backward pass (a lazy graph).
+"""Builds the graph of a derivative with respect to modules in the backward pass (a lazy graph).
 
     results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 
-Building the graph of a derivative takes as long as the derivative, and training steps do not need
-the graph. An operator therefore computes results without a graph, and a node of `recomputation.py`
-attaches the results to the leaves on which f depends. The second evaluation also builds the graph
-for higher derivatives.
+Building the graph of a derivative takes as long as computing the derivative, and training steps do
+not need the graph. An operator therefore computes results without a graph, and a node of
+`recomputation.py` attaches the results to the leaves on which f depends. The second evaluation also
+builds the graph for higher derivatives.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f receives the user's module, not a copy. Classes, attributes, parameter hooks, outside references
+f receives the user's module, not a copy. Classes, attributes, parameter hooks, external references
 to parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
 dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
 list, a dictionary or a dataclass. The graph of a result is built in the backward pass of the result

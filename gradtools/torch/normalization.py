@@ -93,7 +93,7 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the statistics of the input in training, otherwise by running statistics.
+    """Normalizes with the statistics of the input in training, otherwise with running statistics.
 
     how: The remaining arguments of the kernel: `training`, `momentum`, `eps` and the cuDNN flag.
     """

@@ -117,7 +117,7 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Replaces the values in a buffer by gradients.
+        """Replaces the values in a buffer with gradients.
 
         Works like `accumulate_gradients`, but replaces the old values instead of adding to them.
         Entries that are missing in `grads` or are None keep their old values. In PyTorch a shared

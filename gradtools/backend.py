@@ -139,8 +139,8 @@ class Differentiation(Arrays):
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
         """Returns `(outs, extras, pushed)`, with one list of output tangents per entry of `many`.
 
-        PyTorch's implementation stores no graph, replaces fused attention by plain operations, and
-        raises an error for other operations without forward mode.
+        PyTorch's implementation stores no graph, replaces fused attention with plain operations,
+        and raises an error for other operations without forward mode.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -168,7 +168,7 @@ class Differentiation(Arrays):
         )
 
     def filled(self, values: Sequence[Array | None], likes: Sequence[Array]) -> list[Array]:
-        """Replaces each None in `values` by zeros like the corresponding entry of `likes`."""
+        """Replaces each None in `values` with zeros like the corresponding entry of `likes`."""
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
@@ -270,7 +270,7 @@ class Differentiation(Arrays):
         return evaluation, call.tape.marks, arrays
 
     def part_of(self, tree: Any) -> Any:
-        """Replaces each module in the tree by the pytree of its differentiated parameters."""
+        """Replaces each module in the tree with the pytree of its differentiated parameters."""
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:

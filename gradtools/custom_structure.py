@@ -298,7 +298,7 @@ _ZERO = object()
 
 
 def _without_none(tree: Any, whole: Any) -> Any:
-    """Replaces each None in the tree by the corresponding subtree of `whole`."""
+    """Replaces each None in the tree with the corresponding subtree of `whole`."""
     if tree is None:
         return whole
     if type(tree) is type(whole) and type(tree) in (dict, list, tuple) and len(tree) == len(whole):

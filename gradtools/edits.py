@@ -274,7 +274,7 @@ class Edits(Operators):
         return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
-        """Replaces the gradient that flows through x by `fn(gradient)`; supports reverse mode only.
+        """Replaces the gradient that flows through x with `fn(gradient)`, in reverse mode only.
 
         Args:
             x: A pytree of arrays.
@@ -339,7 +339,7 @@ class Edits(Operators):
         return backend.tied(edited, fn)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
-        """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
+        """Replaces the gradient that flows through x with `dx` (Theano's known_grads).
 
         If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
         zero. The gradient of each leaf is replaced separately. The edit supports reverse mode only.
@@ -480,7 +480,7 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
 def _edit(
     backend: Backend, name: str, edit: Callable[[list[Array], list[int]], Any], x: Any
 ) -> Any:
-    """Replaces the floating and complex leaves of x by `edit(leaves, places)`."""
+    """Replaces the floating and complex leaves of x with `edit(leaves, places)`."""
     if _edited(backend, x):
         return edit([x], [0])[0]
     leaves, treedef = backend.flatten(x)

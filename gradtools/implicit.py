@@ -355,7 +355,7 @@ class _Solution:
 
     def _moving(self, fun: Any, tree: Any) -> tuple[list[Any], Callable[[list[Array]], Any], Any]:
         leaves, treedef = self.backend.flatten(tree)
-        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may get NumPy arrays
+        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may pass NumPy arrays
 
         def at(moving: list[Array]) -> Any:
             left = iter(moving)

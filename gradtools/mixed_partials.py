@@ -23,7 +23,7 @@ class MixedPartials(Operators):
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)> at g
         = G(z). G is therefore evaluated once in forward mode, and only f is differentiated twice.
-        The memory does not grow with the depth of G. The result is differentiable, also with
+        The memory use does not grow with the depth of G. The result is differentiable, also with
         respect to z, u and the arrays that G captures; in PyTorch, differentiating the result
         evaluates G again.
 

@@ -5,7 +5,7 @@ Every operation with a custom derivative is a function with a tangent and a cota
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
 Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. If one map is
-omitted, the transpose of the other map is used. The maps get their residuals as arguments:
+omitted, the transpose of the other map is used. The maps receive their residuals as arguments:
 inputs, outputs, or *extras*, which are further results of the forward pass. Extras are hidden
 outputs, differentiated through the code that computed them, so a rule that saves an intermediate
 result is correct at second order.
@@ -464,7 +464,7 @@ ARRAY = _Array()
 
 
 def refilled(leaves: Sequence[Any], arrays: Iterable[Any]) -> list[Any]:
-    """Replaces each ARRAY among the leaves by the next array in `arrays`."""
+    """Replaces each ARRAY among the leaves with the next array in `arrays`."""
     left = iter(arrays)
     return [next(left) if x is ARRAY else x for x in leaves]
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedContainer:
-    """The structure of a container that was flattened to its parts.
+    """The structure of a container that was flattened into its parts.
 
     Attributes:
         kind: The class of the container.

@@ -105,7 +105,7 @@ def _check_call(names: tuple[str, ...], params: Any, state: Any) -> None:
     Other names are accepted, since a method of the module may read other parameters and
     collections.
     """
-    check_kind("params", params, Mapping, "a dictionary from name to array")
-    check_kind("state", state, Mapping, "a dictionary from collection to variables")
+    check_kind("params", params, Mapping, "a dictionary from names to arrays")
+    check_kind("state", state, Mapping, "a dictionary from collections to variables")
     if state and set(state) <= set(names) and not any(name in params for name in names):
         raise wrong_names("params", list(names), list(params))

@@ -180,7 +180,7 @@ class Stateful:
     """A function f, with the state of its modules as flat arrays before and after a call.
 
     The modules in the arguments of a call are copies. If two modules refer to the same variable,
-    the variable was copied twice, and the call replaces the two copies by one.
+    the variable was copied twice, and the call replaces the two copies with one.
 
     Attributes:
         leaves: The current state of the user's modules.

@@ -240,10 +240,10 @@ def with_variables(
     """Returns a function with the same code, in which some closure cells and globals are replaced.
 
     flax raises an error if a captured module is mutated inside of another trace. Replacing the
-    module by a copy is the only workaround, since another thread may read the closure cells of the
-    original function. Benefit: loops and rules may contain functions that capture modules. Cost: if
-    a function's globals contain a flax module, `global` assignments in the function change a copy
-    of the globals.
+    module with a copy is the only workaround, since another thread may read the closure cells of
+    the original function. Benefit: loops and rules may contain functions that capture modules.
+    Cost: if a function's globals contain a flax module, `global` assignments in the function change
+    a copy of the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

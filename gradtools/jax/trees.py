@@ -122,7 +122,7 @@ def without_none(xs: Sequence[Any]) -> list[Any]:
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
+    """Replaces None in `values` with zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 

@@ -280,8 +280,8 @@ def break_graph(reason: str) -> None:
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Returns whether `torch.export` is tracing. The flag is read directly, because dynamo replaces the
-result of the public function by True."""
+"""Returns whether `torch.export` is tracing. The flag is read directly, because dynamo evaluates
+the public function to True."""
 
 
 def skip_module(name: str) -> None:

@@ -3,7 +3,7 @@
 In the first run inside of torch.func, no graph contains the captured tensors, so the function mode
 `Captured` finds them. Outside of torch.func, `implicit_solution` uses `CapturedInEager`. The
 captured tensors become inputs of the autograd node of f. Whenever f runs again, the mode `Replaced`
-replaces the captured tensors by these inputs. `Function.apply` bypasses modes; a captured tensor
+replaces the captured tensors with these inputs. `Function.apply` bypasses modes; a captured tensor
 among its arguments raises an error.
 """
 
@@ -60,7 +60,7 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Replaced(TorchFunctionMode):
-    """Context manager that replaces captured tensors by other tensors in the operations of f.
+    """Context manager that replaces captured tensors with other tensors in the operations of f.
 
     of: The attribute `of` of an outer `Replaced`, whose replacements also apply.
     """

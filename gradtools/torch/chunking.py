@@ -168,7 +168,7 @@ class Chunk:
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
     """Concatenates the outputs of all chunks.
 
-    Outputs that are lists are concatenated to a single list.
+    Outputs that are lists are concatenated into a single list.
     """
     axes = chunks.outputs.axes
     if axes is None:

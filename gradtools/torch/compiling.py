@@ -30,7 +30,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _TO_REGISTER: list[Callable[[], Any]] = []  # functions to call once dynamo is loaded
 
 
-def is_compiling() -> bool:  # dynamo may replace an alias of PyTorch's function by False
+def is_compiling() -> bool:  # dynamo may replace an alias of PyTorch's function with False
     """Returns whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 

@@ -342,7 +342,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
             return [None] * len(leaves)
         pairs = zip(cts, outs, strict=True)
         grads = pull(tuple([torch.zeros_like(y) if ct is None else ct for ct, y in pairs]))
-        grads = [g.view_as(g) for g in grads]  # a view unwraps a wrapper of an ended level
+        grads = [g.view_as(g) for g in grads]  # a view removes the wrapper of a finished transform
         if reached:
             grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
         return in_memory(grads, leaves) if nested[0] else grads

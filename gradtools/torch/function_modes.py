@@ -115,7 +115,7 @@ def plain_kernels_are_on() -> bool:
 
 
 class MappedNorms(OwnMode):
-    """Replaces a normalization function by its entry in `NORMS` if two levels differentiate it."""
+    """Replaces a normalization with its entry in `NORMS` if two levels differentiate it."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

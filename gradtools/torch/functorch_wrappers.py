@@ -162,7 +162,7 @@ def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) ->
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
+    """Replaces None in `values` with zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]
 

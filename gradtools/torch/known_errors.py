@@ -105,10 +105,10 @@ _ADVICE = {
         "the pullback."
     ),
     "aten::_scaled_dot_product": (
-        "PyTorch has only first derivatives of fused attention. For higher derivatives gradtools "
-        "uses plain operations if it computes all derivatives and there is no dropout: in f use "
-        "gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead of jvp "
-        "of a pullback."
+        "PyTorch supports only first derivatives of fused attention. For higher derivatives "
+        "gradtools uses plain operations if it computes all derivatives and there is no dropout: "
+        "in f use gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead "
+        "of jvp of a pullback."
     ),
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "

@@ -80,7 +80,7 @@ class LazyGraph(Program):
     arguments.
     """
 
-    inlines = False  # derivatives are taken at the leaves, not at aliases
+    inlines = False  # derivatives are with respect to the leaves, not aliases
     otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:

@@ -86,12 +86,12 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
 
 
 def part_of(tree: Any) -> Any:
-    """Replaces each module in the tree by the dictionary of its differentiated parameters."""
+    """Replaces each module in the tree with the dictionary of its differentiated parameters."""
     return with_parts(tree, lambda module: _differentiated(ModuleTree.of(module)))
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
-    """Replaces each module in the tree by `part(module)`."""
+    """Replaces each module in the tree with `part(module)`."""
     if isinstance(tree, Tensor) or not _holds_module(tree):
         return tree
     leaves, treedef = _flattened(tree)

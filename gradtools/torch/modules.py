@@ -6,8 +6,9 @@ have their own dictionaries with the given parameters and clones of the given bu
 attributes of the module are shared, including hooks. References inside of the module to its own
 tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
 objects) are replaced by references to the copy. If closures and other objects still refer to the
-module's own tensors, a function mode replaces these tensors by the given tensors in all operations.
-``make_functional`` makes a first copy, and each call of ``apply`` copies the first copy.
+module's own tensors, a function mode replaces these tensors with the given tensors in all
+operations. ``make_functional`` makes a first copy, and each call of ``apply`` copies the first
+copy.
 
 ``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
 applied to another private copy instead. ``gradtools.models`` documents the public name.
@@ -287,7 +288,7 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Replaces references to tensors and modules of a tree by references to the copy.
+    """Replaces references to tensors and modules of a tree with references to the copy.
 
     Args:
         own: Maps the id of an object to the replacement of the object.

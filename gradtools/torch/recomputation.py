@@ -240,7 +240,7 @@ class Program:
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """Calls f, and replaces captured tensors by the first arguments."""
+        """Calls f, and replaces captured tensors with the first arguments."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)

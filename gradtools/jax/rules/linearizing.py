@@ -401,7 +401,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros. Where `examples` contains None, the result is None."""
+    """Replaces None in `values` with zeros. Where `examples` contains None, the result is None."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

@@ -41,8 +41,8 @@ def check_connected(
         for name, places in arguments:
             if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
-                    f"{caller}: the gradient of {name} is zero everywhere, and f "
-                    "could not be traced to determine whether the argument reaches the output (it "
+                    f"{caller}: the gradient with respect to {name} is zero everywhere, and f "
+                    "could not be traced to determine whether the argument reaches the output (f "
                     "branches on values, or leaves the framework)."
                 )
         return

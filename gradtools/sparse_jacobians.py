@@ -184,7 +184,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
     else:
         raise GradtoolsError(
             f"{caller}: sparsity has shape {shape}; expected one row for each entry of f's output "
-            f"and {size} columns, one for each entry of its argument, or the Jacobian's shape."
+            f"and {size} columns, one for each entry of f's argument, or the Jacobian's shape."
         )
     entries = np.ones(flat.size, bool), np.divmod(flat, max(size, 1))
     matrix = sparse.csr_matrix(entries, (rows, size))

@@ -185,6 +185,6 @@ def other_structure(what: str, treedef: Any, known: Any, number: int) -> Gradtoo
     """Returns the error for an output or carry with another structure than in earlier chunks."""
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
-        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
+        f"chunked: f's {what} for chunk {number} has the structure {in_words(treedef)}; expected "
         f"{in_words(known)}, like {origin}. Return the same structure for every chunk."
     )

@@ -217,11 +217,11 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
                 self.stopped |= {id(t): (t, stops) for t in outs if not t.requires_grad}
                 if name in _LEAVING:
                     at = f"{name.strip('_')}() ({innermost(lines_above(1))})"
-                    text = f"a stopped value leaves PyTorch by {at}; it is treated as a constant"
+                    text = f"a stopped value leaves PyTorch via {at}; it is treated as a constant"
                     self.notes.append(text)
         if torch.is_grad_enabled() and not self.function:
             if name in _LEAVING:
-                name = f"the value that leaves PyTorch by {name.strip('_')}()"
+                name = f"the value that leaves PyTorch via {name.strip('_')}()"
                 super().see(name, innermost(lines_above(1)), [torch.tensor(y)])
             else:
                 name = (resolve_name(func) or name).removeprefix("torch.")

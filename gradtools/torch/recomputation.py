@@ -262,7 +262,7 @@ class Program:
             written = upstream.version_of(first) != version
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
-                    f"{self.caller}: f returns other values when it is computed again in the "
+                    f"{self.caller}: f returns different values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. f depends on state "
                     "other than its arguments, random streams and the buffers of modules: an "
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
@@ -361,10 +361,10 @@ class Pull(Program):
             lost = [x for x in lost if id(x) in known]
             if lost and not {*map(node_of, lost)} <= {*nodes_of(ys)}:
                 raise GradtoolsError(
-                    f"{self.caller}: f depends on other tensors when it is computed again in the "
-                    "backward pass: a parameter was replaced (by a cached parametrization, an "
-                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass "
-                    "the tensor as an argument."
+                    f"{self.caller}: f depends on different tensors when it is computed again in "
+                    "the backward pass: a parameter was replaced (by a cached parametrization, an "
+                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass the "
+                    "tensor as an argument."
                 )
         return [*zip(ends, grads, strict=True)]
 

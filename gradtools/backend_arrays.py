@@ -162,7 +162,7 @@ class Arrays(ABC):
         return self.xp.ones_like(x)
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """Returns all unit vectors of x's shape, between `before` and `after` zero vectors."""
+        """Returns `before` zero vectors, all unit vectors like x, and `after` zero vectors."""
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 

@@ -219,9 +219,9 @@ class Chunking(Operators):
             argnums: The positional arguments to differentiate with respect to; all chunks share
             them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
-                and every array of the other arguments, positional or keyword, is split on axis 0. A
-                list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader as
-                `tuple(batch)`.
+                and every array of the other arguments, positional or keyword, is split along axis
+                0. A list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader
+                as `tuple(batch)`.
             reduction: Whether f returns the mean or the sum over the examples of a chunk. A loss
                 that sums over the batch needs reduction="sum". A loss over all pairs of the batch,
                 as in contrastive learning, is not a mean over chunks; use `chunked` for the

@@ -440,8 +440,8 @@ class Derivatives(Operators):
             in_axes: The axes that are split, as in `vmap`: an integer, one entry for each
                 positional argument, or a dict from f's parameters to axes, where None shares an
                 argument. If None, the arguments in argnums are shared, and every array of the other
-                arguments is split on axis 0. Arguments without an entry, including keyword
-                arguments, are split on axis 0; arrays of shape () and non-arrays are shared.
+                arguments is split along axis 0. Arguments without an entry, including keyword
+                arguments, are split along axis 0; arrays of shape () and non-arrays are shared.
             chunk_size: The number of examples per chunk; by default, all examples. If 1, a loop
                 without vmap is run: a Python loop in PyTorch, which supports any eager code, or
                 `lax.map` in JAX.

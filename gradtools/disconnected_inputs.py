@@ -56,8 +56,8 @@ def check_connected(
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
-            "itself takes a derivative, which may be constant, detached, stopped or taken without "
-            "a graph (see why_zero).",
+            "itself computes a derivative, which may be constant, detached, stopped or computed "
+            "without a graph (see why_zero).",
             DisconnectedInputWarning,
         )
         return

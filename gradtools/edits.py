@@ -287,7 +287,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: fn returns another structure or shape; the edit is used in `gt.jvp`.
+            GradtoolsError: fn returns a different structure or shape; the edit is used in `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))

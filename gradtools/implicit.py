@@ -56,10 +56,10 @@ class Implicit(Operators):
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
                 is called once, with arguments whose gradient is stopped, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
-            linear_solve: The solver of A x = b: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
-                and positive or negative definite, as at a minimum; "dense" to use A as a matrix; or
-                a function `(matvec, b) -> x`. b and x are real vectors of all entries of z, with
-                real and imaginary parts for complex entries.
+            linear_solve: The solver for A x = b: "gmres"; "cg" if A = dF/dz is symmetric
+                (Hermitian) and positive or negative definite, as at a minimum; "dense" to use A as
+                a matrix; or a function `(matvec, b) -> x`. b and x are real vectors of all entries
+                of z, with real and imaginary parts for complex entries.
             has_aux: Whether solve returns `(z, aux)`; aux is returned without derivatives.
 
         Returns:
@@ -67,7 +67,7 @@ class Implicit(Operators):
 
         Raises:
             GradtoolsError: (When called) F's result differs from z in structure or shapes; F is not
-                near zero at z: a change of z by 1 % changes F by less than the norm of F. (When
+                near zero at z: a change of z by 1% changes F by less than the norm of F. (When
                 differentiated) the relative residual of the linear solve is above 1e-6 (1e-3 below
                 float64), for example because A is singular. Under jit and vmap, the result is NaN
                 in place of the last two errors.

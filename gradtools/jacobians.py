@@ -58,7 +58,7 @@ class Jacobians(Operators):
             chunk_size: The number of unit vectors per chunk; by default, all unit vectors. If 1, a
                 loop without vmap is run: a Python loop in PyTorch, which supports any eager code,
                 or `lax.map` in JAX.
-            sparsity: For an f from one array to one array: the pattern of entries that may be
+            sparsity: For an f that maps one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
                 Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
@@ -77,7 +77,7 @@ class Jacobians(Operators):
             GradtoolsError: An input is complex (the Jacobian is then not a complex matrix: use
                 pairs of real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
                 unknown; the chunk size is below 1; f returns no floating or complex array; the
-                pattern has another shape or omits a nonzero entry.
+                pattern has a wrong shape or omits a nonzero entry.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))

@@ -1,4 +1,4 @@
-"""Represents batches of arguments: each leaf is split on an axis, or shared by all examples."""
+"""Represents batches of arguments: each leaf is split along an axis, or shared by all examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Leaf:
     """A leaf of an argument, and the axis on which the leaf is split."""
 
     value: Any  # An array or any other object.
-    axis: Any  # The axis on which the leaf is split; None if it is shared.
+    axis: Any  # The axis along which the leaf is split; None if it is shared.
     is_array: bool
     place: int  # The leaf's index in the argument.
 

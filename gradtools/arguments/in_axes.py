@@ -1,8 +1,8 @@
 """Reads `in_axes`, the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
-split on axis 0. A dictionary applies to f's parameters by name, for both positional and keyword
-arguments. Arguments that `in_axes` does not name are split on axis 0; arrays of shape () are
+split along axis 0. A dictionary applies to f's parameters by name, for both positional and keyword
+arguments. Arguments that `in_axes` does not name are split along axis 0; arrays of shape () are
 shared.
 """
 

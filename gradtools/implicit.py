@@ -216,7 +216,7 @@ class _Solution:
         far = self._norm(there) > self._norm(moved - there)
         x = self._unless(
             backend.stop_gradient(far), x, lambda:
-            "F is not near zero at the z that solve returned: changing z by 1 % changes F by "
+            "F is not near zero at the z that solve returned: changing z by 1% changes F by "
             "less than |F|. Let solve converge further, or check that solve computes a zero of F. "
             "F takes z first; for a fixed point z = g(z, *args) pass "
             "F = lambda z, *a: g(z, *a) - z.",

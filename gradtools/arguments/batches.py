@@ -17,7 +17,7 @@ from gradtools.errors import GradtoolsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A leaf of an argument, and the axis on which the leaf is split."""
+    """A leaf of an argument, and the axis along which the leaf is split."""
 
     value: Any  # An array or any other object.
     axis: Any  # The axis along which the leaf is split; None if it is shared.
@@ -39,7 +39,7 @@ Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument i
 
 
 class Batch:
-    """The arguments of a call, and the axis on which each leaf is split (None if it is shared).
+    """The arguments of a call, and the axis along which each leaf is split (None if shared).
 
     If `lists` is true, a list that is split is a list of examples. Scalars are shared unless
     the user named an axis for them.

@@ -182,7 +182,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    """Returns the error for an output or carry with another structure than in earlier chunks."""
+    """Returns the error for an output or carry whose structure differs from earlier chunks."""
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} for chunk {number} has the structure {in_words(treedef)}; expected "

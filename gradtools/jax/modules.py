@@ -52,8 +52,8 @@ def make_functional(
         return partial(_applied, apply), params, state
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
-        "flax.nnx or equinox Module, or a Keras model. Variables of a flax.linen module are given "
-        "as make_functional(module, variables=variables)."
+        "flax.nnx or equinox Module, or a Keras model. For a flax.linen module, also pass its "
+        "variables: make_functional(module, variables=variables)."
     )
 
 

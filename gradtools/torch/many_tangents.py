@@ -119,7 +119,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the `Held` of `fun`, of the user's function in `fun`, and of their arguments."""
+    """Returns the `Held` of `fun`, of the user's function that it wraps, and of their arguments."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

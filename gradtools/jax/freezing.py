@@ -257,7 +257,7 @@ def _pullback(
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:
-    """Differentiates fun at xs along dxs (None means zero) in forward mode."""
+    """Returns the tangents of fun at xs along dxs, where None means zero, in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
     run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])

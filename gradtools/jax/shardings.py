@@ -33,7 +33,7 @@ def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """Shards an axis of x over the mesh axes `entry`, or replicates the axis if it does not fit."""
+    """Shards an axis of x over the mesh axes `entry` if possible; otherwise replicates the axis."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):

@@ -33,8 +33,8 @@ def levels_differentiating(xs: Iterable[Any]) -> set[int]:
 
     A level is the number of a functorch transform, `OF_AUTOGRAD` for autograd's graph, or
     `OF_DUAL_NUMBERS` for forward mode outside of functorch. Inside of functorch, tangents of
-    forward mode are not visible, so every floating tensor of xs counts as differentiated if a level
-    of forward mode is active.
+    forward mode are not visible, so every floating or complex tensor of xs counts as differentiated
+    if a level of forward mode is active.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None

@@ -278,7 +278,7 @@ class GradientAccumulator:
         return self._backend.unflatten(treedef, cast)
 
     def reset(self) -> None:
-        """Empties the accumulator; the next gradients to be added may have another structure."""
+        """Empties the accumulator; the next gradients may have a different structure."""
         self._check_trace("reset")
         with self._lock:
             self._state = None

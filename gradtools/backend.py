@@ -10,7 +10,7 @@ members, or raise an error that names the operator. PyTorch's and JAX's backends
 defaults with functions of the framework. `docs/adding_a_backend.md` explains how to add a backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts cotangents if
-its framework uses another convention.
+its framework uses a different convention.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ class KernelCall:
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
-                ys = wanted.flatten_up_to(tree)  # dict keys may have another order
+                ys = wanted.flatten_up_to(tree)  # dict keys may be in a different order
             except (ValueError, TypeError):
                 ys = [None]
             if any(y is None or isinstance(y, (tuple, list, dict)) for y in ys):

@@ -117,7 +117,7 @@ Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
 _LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
-# The factors at which rounding errors are measured, and the factor of the tolerance.
+# The factors for which rounding errors are measured, and the tolerated multiple of the errors.
 _ODD, _TIMES = (3.0, 5.0, 7.0), 16.0
 
 

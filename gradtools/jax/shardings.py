@@ -115,7 +115,7 @@ def with_leading(aval: Any, size: int, like: Any) -> Any:
 
 
 def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
-    """Returns the aval with another shape and sharding, over the mesh of `on`."""
+    """Returns the aval with the given shape and sharding, over the mesh of `on`."""
     if not any((*spec, *entries(aval))):
         return aval.update(shape=shape)
     sharding = NamedSharding(_aval(on).sharding.mesh, PartitionSpec(*spec))

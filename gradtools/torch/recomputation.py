@@ -114,7 +114,7 @@ class Program:
         self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # torch.func adds gradients in another order
+        self.eager = not levels  # torch.func adds gradients in a different order
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]

@@ -114,8 +114,8 @@ class Outputs:
             raise GradtoolsError(
                 f"chunked: f's output{path} has shape {tuple(leaf.shape)} for {size} examples, and "
                 f"{self._rests[place]} on its other axes in earlier chunks; the outputs of the "
-                f"chunks cannot be concatenated on axis {axis}. Only the length of this axis may "
-                "depend on the size of a chunk."
+                f"chunks cannot be concatenated along axis {axis}. Only the length of this axis "
+                "may depend on the size of a chunk."
             )
 
     def _axes_of_arrays(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:

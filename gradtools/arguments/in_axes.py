@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     key: int | str  # The argument's position or keyword.
     value: Any
     axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
-    named: bool = False  # Whether the user gave the axes explicitly.
+    named: bool = False  # Whether `in_axes` has an entry for this argument.
     label: str | None = None  # The name in messages of a value that is not an argument of f.
 
     @property

@@ -41,7 +41,7 @@ def within_a_trace() -> bool:
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
-    """Returns a boolean matrix: entry (k, i) is whether input i of a jaxpr reaches output k.
+    """Returns a boolean matrix: entry (k, i) is True if input i of a jaxpr reaches output k.
 
     If not `raw`, integer and boolean inputs reach no output, and no input reaches an integer or
     boolean output.

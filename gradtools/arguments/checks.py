@@ -297,7 +297,7 @@ def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
 
 
 def check_names(
-    what: str, given: Any, names: Collection[str], pairs: str = "path to array"
+    what: str, given: Any, names: Collection[str], pairs: str = "paths to arrays"
 ) -> None:
     """Raises an error if `given` is not a dictionary with the keys `names`."""
     check_kind(what, given, Mapping, f"a dictionary from {pairs}")

@@ -387,7 +387,7 @@ _FIXES = {
 
 
 def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
-    check_names(what, given, shapes, "name to tensor")
+    check_names(what, given, shapes, "names to tensors")
     for name, shape in shapes.items():
         x = given[name]
         if not isinstance(x, Tensor):

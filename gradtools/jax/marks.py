@@ -81,7 +81,7 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
         raise GradtoolsError(
             f"retained_gradients: the value {found[0][0].name!r} is marked inside of {name}, where "
             "its gradient cannot be retained. In a loop use jax.lax.scan, or jax.lax.fori_loop "
-            "with constant bounds; otherwise return the value, and mark it outside."
+            "with Python integers as bounds; otherwise return the value, and mark it outside."
         )
     return found
 

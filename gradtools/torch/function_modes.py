@@ -1,10 +1,10 @@
 """Defines thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
-mode or takes a second derivative, attention uses plain operations. (The context manager
+mode or computes a second derivative, attention uses plain operations. (The context manager
 `torch.nn.attention.sdpa_kernel` is not used, because it sets process-wide flags: if two threads
-exit in the order in which they entered, flash attention stays disabled.) Normalization layers
-use `normalization.PROGRAMS`.
+exit in the order in which they entered, flash attention stays disabled.) Normalization layers use
+`normalization.PROGRAMS`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Freezing(Operators):
         `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative requires a double backward pass through G. JAX: G
-        is a function, or a module of equinox or flax.nnx. If G has no forward mode (a
+        is a function, or an equinox or flax.nnx module. If G has no forward mode (a
         `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning; a rule that is
         nonlinear in its cotangent raises an error.
 

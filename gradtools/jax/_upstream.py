@@ -1,4 +1,4 @@
-"""Lists the undocumented names of JAX that gradtools uses, and the reasons for their use.
+"""Lists the undocumented JAX names that gradtools uses, and the reasons for their use.
 
 Other modules import the names below from this module. Private names of `jax._src` are imported for
 the classes of a jaxpr, the current trace, linearization rules, and one cache. The classes are

@@ -6,8 +6,8 @@ the values that it reads may have changed, and programs with equal equations sha
 Captured arrays are arguments of the program, so the cache does not reference arrays.
 
 A program with a user-defined rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
-call, because the code of the rule runs later and may read different values. For a function of JAX
-with a rule, such as `jax.nn.relu`, the equations of its pullback are part of the cache key.
+call, because the code of the rule runs later and may read different values. For a JAX function with
+a rule, such as `jax.nn.relu`, the equations of its pullback are part of the cache key.
 """
 
 from __future__ import annotations

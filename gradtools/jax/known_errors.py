@@ -1,4 +1,4 @@
-"""Re-raises known errors of JAX, with advice for users.
+"""Re-raises known JAX errors, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
 checks in the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
@@ -18,7 +18,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Context manager that re-raises known errors of JAX with advice."""
+    """Context manager that re-raises known JAX errors with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:

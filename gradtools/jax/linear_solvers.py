@@ -1,4 +1,4 @@
-"""Defines the linear solvers for `implicit_solution` with functions of JAX."""
+"""Defines the linear solvers for `implicit_solution` with JAX functions."""
 
 from __future__ import annotations
 

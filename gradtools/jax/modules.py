@@ -58,7 +58,7 @@ def make_functional(
 
 
 def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    trees.flatten((args, kwargs))  # rejects tensors of PyTorch, which a library would convert
+    trees.flatten((args, kwargs))  # rejects PyTorch tensors, which a library would convert
     return apply(*args, **kwargs)
 
 

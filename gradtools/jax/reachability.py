@@ -36,7 +36,7 @@ from gradtools.jax.jaxprs import (
 
 
 def within_a_trace() -> bool:
-    """Returns whether a trace or transform of JAX is running in this thread."""
+    """Returns whether a JAX trace or transform is running in this thread."""
     return not upstream.trace_state_clean()
 
 

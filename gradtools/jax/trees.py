@@ -22,7 +22,7 @@ from gradtools.jax import shardings
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Flattens a tree.
 
-    The structure is a treedef of JAX, or an `OpenedTree` if user-defined containers were flattened.
+    The structure is a JAX treedef, or an `OpenedTree` if user-defined containers were flattened.
     """
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
@@ -94,7 +94,7 @@ def zeros_of(aval: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class LinearMap:
-    """A pullback or pushforward as a pytree: a static function, and a map of JAX with residuals.
+    """A pullback or pushforward as a pytree: a static function, and a JAX map with residuals.
 
     Two maps have the same structure if their functions are the same object.
     """

@@ -1,4 +1,4 @@
-"""Lists the private names of PyTorch that gradtools uses, and the reasons for their use.
+"""Lists the private PyTorch names that gradtools uses, and the reasons for their use.
 
 `tests/house/test_upstream.py` checks that other modules import private names only from this module.
 `tests/torch/test_upstream.py` tests the names that the tests of the operators do not cover. All
@@ -172,7 +172,7 @@ push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
 """`saved_tensors_hooks_on` returns the top of the stack of saved-tensor hooks, and
 `push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. The user's saved-tensor
-hooks must not pack the tensors that temporary graphs of gradtools save."""
+hooks must not pack the tensors that gradtools' temporary graphs save."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ def compiles_here() -> bool:
 
 
 def break_graph(reason: str) -> None:
-    """Causes a graph break in dynamo. The reason appears in the logs of dynamo."""
+    """Causes a graph break in dynamo. The reason appears in dynamo's logs."""
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 

@@ -177,7 +177,7 @@ class Captured(Replaced):
             beneath = _beneath(x, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
-                    "f passes a tensor that it captures to a transform of torch.func, whose "
+                    "f passes a tensor that it captures to a torch.func transform, whose "
                     "arguments cannot be replaced when f is computed again. Pass the tensor to f "
                     "as an argument."
                 )

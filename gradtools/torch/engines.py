@@ -331,7 +331,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
                 outs, extras = fun(*xs)
             nested[0], found = _here.taken != taken, {*map(id, leaves_of(outs))}
             reached[:] = [id(x) in found for x in xs]
-        some[:] = [len(outs) > 0]  # dynamo of PyTorch 2.11 does not trace bool(list)
+        some[:] = [len(outs) > 0]  # dynamo in PyTorch 2.11 does not trace bool(list)
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
     xs = leaves if is_compiling() else [kept(fun, x) for x in as_read_now(leaves)]

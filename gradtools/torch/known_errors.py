@@ -1,4 +1,4 @@
-"""Adds advice to errors of PyTorch for which gradtools has an alternative.
+"""Adds advice to PyTorch errors for which gradtools has an alternative.
 
 PyTorch raises a RuntimeError for most failures, so an error is identified by its text, and by the
 frame that raised the error, which must be in PyTorch. Other errors propagate unchanged. Only this
@@ -35,7 +35,7 @@ def known(error: BaseException, table: Mapping[str, T]) -> T | None:
 
 
 class explained:
-    """Context manager around a vmap: raises known errors of PyTorch again, with advice."""
+    """Context manager around a vmap: raises known PyTorch errors again, with advice."""
 
     __slots__ = ("caller",)
 
@@ -51,9 +51,10 @@ class explained:
 
 
 def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = False) -> None:
-    """Raises a known error of PyTorch again, with advice. Does nothing for other errors.
+    """Raises a known PyTorch error again, with advice. Does nothing for other errors.
 
-    mapped: Whether to include advice for errors of vmap, which is always included inside of vmap.
+    mapped: Whether to include advice for vmap errors; inside of vmap, this advice is always
+    included.
     """
     said = _torch_says(error)
     levels = upstream.get_interpreter_stack() or ()

@@ -54,7 +54,7 @@ def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
 
 
 def is_nested() -> bool:
-    """Returns whether a transform of torch.func or forward mode is active."""
+    """Returns whether a torch.func transform or forward mode is active."""
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 

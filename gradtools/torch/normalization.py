@@ -182,4 +182,4 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.instance_norm: partial(_functional, instance_norm, True),
     torch.cdist: cdist,
 }
-"""Maps functions of PyTorch to functions of this module that replace them."""
+"""Maps PyTorch functions to the functions of this module that replace them."""

@@ -1,7 +1,7 @@
 """Defines rules in JAX as primitives with a jvp (the tangent map) and a transpose.
 
-JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
-of gradtools support both:
+JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). gradtools'
+primitives support both:
 
     primal     y = f(x)            its jvp binds primal, or value, and tangent
     value      y = f(x), known     an output of a forward pass that also returns extras

@@ -1,7 +1,7 @@
 """Linearizes a rule: creates jvp and vjp maps whose residuals are explicit inputs.
 
-Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses the
-convention of JAX. The function `_native` converts the maps of a rule to this convention.
+Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
+convention. The function `_native` converts the maps of a rule to this convention.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _is_transformed(x: Any) -> bool:
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """Returns the rule with both maps and explicit residuals.
 
-    The maps of the result follow the convention of JAX: cotangents are conjugated, and only
-    floating outputs have cotangents and tangents.
+    The maps of the result follow JAX's convention: cotangents are conjugated, and only floating
+    outputs have cotangents and tangents.
 
     perturbed: For a rule with `symbolic_zeros`, whether each input is differentiated. The maps are
         then valid only for the differentiated inputs.

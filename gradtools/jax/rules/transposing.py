@@ -58,8 +58,8 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
-        # The map is a single equation of gradtools, such as the backward pass of a host function.
-        # The linearity of the map is checked numerically, because its jaxpr is not known.
+        # The map is a single gradtools equation, such as the backward pass of a host function. The
+        # linearity of the map is checked numerically, because its jaxpr is not known.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)

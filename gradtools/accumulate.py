@@ -421,11 +421,11 @@ class GradientAccumulator:
         if self._trace == self._arrays.current_trace():
             return
         raise GradtoolsError(
-            f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
-            "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. A traced function cannot contain the accumulator's state. Create, fill "
-            "and read the accumulator in one place, or pass a buffer through the function with "
-            "buffer = accumulate_gradients(buffer, grads)."
+            f"GradientAccumulator.{caller}: the accumulator was created outside of the "
+            "transformation (jit, vmap, grad, scan, ...) in which it is used, or inside of a "
+            "transformation that has ended. A traced function cannot contain the accumulator's "
+            "state. Create, fill and read the accumulator in one place, or pass a buffer through "
+            "the function with buffer = accumulate_gradients(buffer, grads)."
         )
 
     def _check_alike(self, state: State, term: State) -> None:

@@ -73,7 +73,7 @@ class Freezing(Operators):
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
-        (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
+        (recurrent layers on the CPU, a Function without jvp), registers gradient hooks or calls
         `torch.autograd.grad`, a second derivative requires a double backward pass through G. JAX: G
         is a function, or an equinox or flax.nnx module. If G has no forward mode (a
         `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning; a rule that is

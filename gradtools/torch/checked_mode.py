@@ -243,7 +243,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             return
         line = innermost(lines_above(1))
         if name.endswith("hook"):
-            self.hooks[f"f sets a hook ({line})."] = None
+            self.hooks[f"f registers a hook ({line})."] = None
         for t in given:
             cls, text = upstream.function_of(t.grad_fn), name
             if cls is upstream.ModuleHook:

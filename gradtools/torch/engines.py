@@ -64,7 +64,7 @@ class _Here(threading.local):
     The class attributes are the initial counts of each thread.
     """
 
-    taken = 0  # number of derivatives so far, to detect functions that take derivatives
+    taken = 0  # number of derivatives so far, to detect functions that compute derivatives
     depth = 0  # number of derivatives whose functions are being evaluated
 
 

@@ -127,8 +127,8 @@ _ADVICE = {
         "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
     "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
-        "f sets a gradient hook or takes a derivative with PyTorch's functions, but runs in "
-        "forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
+        "f registers a gradient hook or computes a derivative with PyTorch's functions, but runs "
+        "in forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
         "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
     ),
 }

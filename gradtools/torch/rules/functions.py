@@ -122,7 +122,7 @@ class Application:
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Replaces repeated tensors in xs with views, since autograd identifies inputs by identity."""
+    """Replaces repeated tensors in xs with views, since autograd tells inputs apart by identity."""
     if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return xs
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}

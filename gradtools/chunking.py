@@ -228,8 +228,9 @@ class Chunking(Operators):
                 network, and compute the loss from its outputs.
             weights: The weights of a mean in which examples have different weights: one weight per
                 example (such as its number of tokens), split with the batch, or a function of a
-                chunk's arguments that returns the chunk's weight (it gets the keyword arguments for
-                which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
+                chunk's arguments that returns the chunk's weight (and receives the keyword
+                arguments for which it has parameters). A chunk of weight 0 adds nothing, even if
+                its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss, so return no per-example outputs.
             key_argnums: The arguments that are random keys; chunk i gets the key folded with i.

@@ -104,10 +104,10 @@ class Models(Operators):
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is given, but the module has no argument for it. From apply:
-                params or state is not a pytree as make_functional returned it, for example if they
-                are swapped; a name is missing or unexpected (flax.linen reports missing names
-                itself), or, in PyTorch and Keras, an array in params has a wrong shape; in JAX, a
-                module draws random numbers and no key is given.
+                params or state does not have the structure that make_functional returned, for
+                example if they are swapped; a name is missing or unexpected (flax.linen reports
+                missing names itself), or, in PyTorch and Keras, an array in params has a wrong
+                shape; in JAX, a module draws random numbers and no key is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

@@ -225,9 +225,9 @@ def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
-        "derivative would be lost. Pass that array to the function as an argument. The self of a "
-        "method holds a module's parameters: instead of a method write a function of the "
-        f"parameters.{fix}"
+        "derivative would be lost. Pass that array to the function as an argument. A method's "
+        "self contains a module's parameters: write a function of the parameters instead of a "
+        f"method.{fix}"
     )
 
 

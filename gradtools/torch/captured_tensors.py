@@ -51,7 +51,7 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the list of xs, with each replaced tensor exchanged for its replacement.
+    """Returns xs as a list, with replacements in place of the replaced tensors.
 
     Call this function on the arguments of `Function.apply`, because `Function.apply` bypasses
     modes.

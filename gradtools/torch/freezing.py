@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Whether the second derivative along z is needed is known only while autograd's engine runs. Third
+Only autograd's engine, while it runs, knows whether the second derivative along z is needed. Third
 derivatives, and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. The parameters of G are constants: a derivative with respect to them raises an
 error.

@@ -68,11 +68,11 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
 # The advice for errors for which gradtools has an alternative, keyed by patterns of their texts.
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
-        "f changes in place an example, or a tensor that all examples share (such as batch "
-        "normalization's running statistics in training mode), which torch.func's transforms "
-        "reject. Put the module in evaluation mode, call make_functional on it, or pass "
-        "chunk_size=1 (a plain loop) to per_example_grad or jacobian; clone an example before "
-        "you write into it (row.clone())."
+        "f changes an example, or a tensor that all examples share (such as batch normalization's "
+        "running statistics in training mode), in place, which torch.func's transforms reject. Put "
+        "the module in evaluation mode, call make_functional on it, or pass chunk_size=1 (a plain "
+        "loop) to per_example_grad or jacobian; clone an example before you write into it "
+        "(row.clone())."
     ),
     "leaf Variable that requires grad is being used in an in-place|being modified inplace": (
         "f writes in place into an argument that is differentiated, into a view of it, or into "

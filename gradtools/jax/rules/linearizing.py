@@ -130,7 +130,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
-    """Returns the forward pass, and a function that returns the linearized rule afterwards.
+    """Returns the forward pass, and a function that then returns the linearized rule.
 
     The forward pass returns outputs and extras. The second function may be called with a function
     that repeats the forward pass.

@@ -5,8 +5,8 @@ the inner product, these maps are
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-The gradient of a real f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small learning
-rate, the step `x - lr * grad` decreases f.
+The gradient of a real-valued f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small
+learning rate, the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations

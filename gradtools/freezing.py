@@ -1,6 +1,6 @@
 """`frozen` computes second derivatives through a large function without storing its graph.
 
-For y = G(z) with Jacobian J the pullback is v -> J^H v. The pullback is linear in v, so the
+For y = G(z) with Jacobian J, the pullback is v -> J^H v. The pullback is linear in v, so the
 transpose of its derivative along v is the pushforward u -> J u: one pass in forward mode, which
 stores no graph. The derivative of <u, J^H v> along z is the tangent of the pullback along u,
 

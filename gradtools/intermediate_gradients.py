@@ -98,7 +98,7 @@ class RetainedGradients(Operators):
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
             order, or listed if their shapes differ; in JAX, the gradients of one mark for all steps
-            of a traced loop precede the gradients of the next mark. Under vmap the batch axis is
+            of a traced loop precede the gradients of the next mark. Under vmap, the batch axis is
             the first axis of each retained gradient. The gradient with respect to a value on which
             the output does not depend is zero. All results are differentiable, like the results of
             `grad`.

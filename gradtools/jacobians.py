@@ -1,6 +1,6 @@
 """Computes Jacobians, Hessians, and Hessian-vector products without forming the Hessian.
 
-With g the gradient of a real f, and H = dg/dx,
+With g the gradient of a real-valued f, and H = dg/dx,
 
     hvp    H t, by a jvp or a vjp of g
 
@@ -66,12 +66,12 @@ class Jacobians(Operators):
                 entries missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
-            A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
+            A function of f's arguments. For an output leaf of shape s and an input leaf of shape t,
             the function returns an array of shape s + t. The arrays form a pytree like the output,
             with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf
-            that is floating or complex, and None at each other leaf.
-            With sparsity, the function returns one sparse array of shape s + t: `torch.sparse_coo`,
-            or `jax.experimental.sparse.BCOO`.
+            that is floating or complex, and None at each other leaf. With sparsity, the function
+            returns one sparse array of shape s + t: `torch.sparse_coo`, or
+            `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (the Jacobian is then not a complex matrix: use
@@ -201,7 +201,7 @@ class Jacobians(Operators):
                 the entry (j, i) may be omitted.
 
         Returns:
-            A function of f's arguments. For argument leaves of shapes s and t the function returns
+            A function of f's arguments. For argument leaves of shapes s and t, the function returns
             an array of shape s + t. The arrays form a pytree like the argument, with another pytree
             like the argument at each leaf. For a tuple of argnums, the function returns a tuple of
             tuples. With sparsity, the result is one sparse array.

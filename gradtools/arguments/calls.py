@@ -118,7 +118,7 @@ class Call:
     def _check_others(self) -> None:
         """Raises an error if any argument contains an array of the other framework.
 
-        In compiled code dynamo itself rejects such an array.
+        In compiled code, dynamo itself rejects such an array.
         """
         others = len(self.args) > len(self.argnums) or self.kwargs
         if others and not self.backend.compiler.is_tracing():

@@ -99,11 +99,11 @@ class Chunking(Operators):
                 positional argument, or a dict from f's parameters to axes. None passes the whole
                 argument to every chunk; a pytree argument may have a pytree of axes. Arguments
                 without an entry, including keyword arguments, are split along axis 0; scalars and
-                non-arrays are shared. A list is treated as a list of examples: f gets slices of the
-                list.
+                non-arrays are shared. A list is treated as a list of examples: f receives slices of
+                the list.
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
-            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i uses the key folded with i.
             carry_argnums: The arguments that are state, passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and the chunked function also returns such a pair. Several
                 carries form a tuple. Carries are not differentiated.
@@ -233,7 +233,7 @@ class Chunking(Operators):
                 its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss, so return no per-example outputs.
-            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
+            key_argnums: The arguments that are random keys; chunk i uses the key folded with i.
             carry_argnums: The arguments that are state, passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
                 where several carries form a tuple. Carries are not differentiated.

@@ -485,7 +485,7 @@ class Derivatives(Operators):
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
                 note = self._backend.hint_at_traced_value(error)
-                note = note or "f gets one example, without the batch axis; x[None] adds it."
+                note = note or "f receives one example, without the batch axis; x[None] adds it."
                 error.add_note(f"{name}: {note}")
                 raise
 

@@ -505,7 +505,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
         raise GradtoolsError(
             f"transform_gradient: fn returned the structure {in_words(treedef)}; expected the "
             f"structure of the cotangent, {in_words(expected)}. Return one array for each array "
-            "that fn gets."
+            "that fn receives."
         )
     names = lambda i: (f"fn's leaf {i}", "the cotangent")
     return [

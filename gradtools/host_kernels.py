@@ -33,7 +33,7 @@ _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
 _DTYPES = {"bool", "bfloat16"} | {f"{kind}{n}" for kind, sizes in _SIZES.items() for n in sizes}
 _PLAIN_KINDS = "biufc"
-_CARRIED = {"bfloat16": "float32"}  # NumPy lacks bfloat16; kernels get float32
+_CARRIED = {"bfloat16": "float32"}  # NumPy lacks bfloat16; kernels receive float32
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 

@@ -73,8 +73,8 @@ class Models(Operators):
           each mutable. ``train`` is passed as the module's own argument: ``train``,
           ``deterministic`` or ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params contains the ``nnx.Param``s; state contains the random streams and
-          all other variables. With a key, every stream gets its own key and state keeps its streams
-          unchanged; without a key, the streams in state are used and advanced.
+          all other variables. With a key, every stream receives its own key and state keeps its
+          streams unchanged; without a key, the streams in state are used and advanced.
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if

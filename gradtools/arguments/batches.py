@@ -32,7 +32,7 @@ class FlatArgument:
     argument: Argument
     treedef: Any  # the tree structure; None if the argument is a single array
     leaves: list[Leaf]
-    is_list: bool  # whether the argument is a list of examples, from which each chunk gets a slice
+    is_list: bool  # whether the argument is a list of examples; each chunk receives a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument is a list

@@ -232,9 +232,9 @@ class _Steps:
         if _Steps(other)._shared_draws(carry) != drawn:
             raise GradtoolsError(
                 f"{chunks.caller}: f draws random numbers with a key that chunks share, so each "
-                "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
-                "argument by position and name it in key_argnums: chunk i gets the key folded with "
-                "i."
+                "chunk would draw the same numbers (one dropout mask for all). Pass the key as an "
+                "argument by position and name it in key_argnums: chunk i receives the key folded "
+                "with i."
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:

@@ -300,7 +300,7 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # The arrays that the primal captured may have been batched or belong to another trace, so
         # entries of xs replace these arrays. The closure references the captured arrays, because a
-        # new array may get the id of a deleted array.
+        # new array may have the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]

@@ -49,10 +49,9 @@ class Implicit(Operators):
 
         Args:
             F: The function in the equation. F takes z, theta and args, and returns a pytree like z.
-                A fixed point of g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h
-                is a solution of `F = gt.grad(h)`. F may also close over differentiated arrays and
-                modules. An argument that does not reach F's result is
-                disconnected from z, as in `grad`.
+                For a fixed point of g, pass `F = lambda z, *a: g(z, *a) - z`; for a minimum of h,
+                pass `F = gt.grad(h)`. F may also close over differentiated arrays and modules. An
+                argument that does not reach F's result is disconnected from z, as in `grad`.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
                 is called once, with arguments whose gradient is stopped, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.

@@ -7,9 +7,9 @@ map is linear. Extras are differentiated through the code that computed them, by
 of the rule.
 
 A rule that applies itself to tangents would recurse infinitely. The forward rule of a linear
-function f may be the function itself, df(x)[t] = f(t). Transposing this rule needs the derivative
-of t -> f(t), which by the rule is df(t)[s] = f(s), and so on. A linear function is its own
-derivative, so the code of f is transposed instead of the rule. JAX similarly evaluates a
+function f may be the function itself, df(x)[t] = f(t). Transposing this rule requires the
+derivative of t -> f(t), which by the rule is df(t)[s] = f(s), and so on. A linear function is its
+own derivative, so the code of f is transposed instead of the rule. JAX similarly evaluates a
 `custom_jvp` as plain code when it is transposed.
 """
 

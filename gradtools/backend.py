@@ -75,7 +75,7 @@ class Staged:
             only once.
         reverse_only: Whether the function contains a rule without forward mode.
         jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if the mode is
-        known only after an evaluation.
+            known only after an evaluation.
     """
 
     run: Fun

@@ -217,7 +217,7 @@ class Chunking(Operators):
                 chunk's examples, or their sum.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
             argnums: The positional arguments to differentiate with respect to; all chunks share
-            them.
+                them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
                 and every array of the other arguments, positional or keyword, is split along axis
                 0. A list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader

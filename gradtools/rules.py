@@ -115,10 +115,11 @@ class Rule:
         user_functions: The functions that the user wrote, which may close over tracers. If
             there are no user functions, no map closes over tracers.
         symbolic_zeros: The names of the maps ("tangent", "cotangent") that receive None instead of
-        zeros, even if the rule has a contract. With "cotangent", `linearize` receives a mask of the
-        differentiated inputs.
+            zeros, even if the rule has a contract. With "cotangent", `linearize` receives a mask of
+            the differentiated inputs.
         contract: The checks that the user's maps must pass; with a contract, the maps receive
-        arrays of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
+            arrays of zeros instead of None. If None, the rule belongs to gradtools and is not
+            checked.
         reaches: The differentiable paths from inputs to outputs. "identity": the outputs are the
             inputs unchanged, and graphs show the rule as an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the

@@ -192,7 +192,7 @@ class CapturedInEager(Replaced):
     """Context manager that finds the differentiated tensors that f captures, outside of torch.func.
 
     own: The arguments of f. Results of the operations of f, and tensors whose graph is newer than
-    this context, are not captured tensors.
+        this context, are not captured tensors.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:

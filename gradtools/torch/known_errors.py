@@ -54,7 +54,7 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
     """Raises a known PyTorch error again, with advice. Does nothing for other errors.
 
     mapped: Whether to include advice for vmap errors; inside of vmap, this advice is always
-    included.
+        included.
     """
     said = _torch_says(error)
     levels = upstream.get_interpreter_stack() or ()

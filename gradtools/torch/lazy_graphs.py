@@ -113,7 +113,7 @@ class LazyGraph(Program):
         """Returns a tree of results that are differentiable with respect to the leaves.
 
         again: A function that recomputes the results as `select(again())`, or as `again()` if
-        select is None.
+            select is None.
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results

@@ -32,7 +32,7 @@ def loss_of(
     """Describes a term that the transposition of a user's map would drop, or returns "".
 
     which: The name of the map, "tangent" or "cotangent". The map is linear in vectors with the
-    avals `likes`.
+        avals `likes`.
     """
     if rule.contract is None:
         return ""

@@ -449,9 +449,8 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(
-            torch.autograd.Function, _Node
-        ).apply  # `gradtools.seeing` patches this method
+        # `gradtools.seeing` patches this method.
+        apply = super(torch.autograd.Function, _Node).apply
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

@@ -12,8 +12,8 @@ distribution of the tokens over the ranks.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX; the backends' `accumulate.py` updates the
 buffer. Compensated sums store the rounding error of each addition (Knuth's exact two-term sum, The
-Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the part that
-rounding discards remains stored (Dekker's sum, Numerische Mathematik 18, 1971).
+Art of Computer Programming, vol. 2, 4.2.2) and add the stored error to the sum; the rounding error
+of this second addition is stored (Dekker's sum, Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ class Accumulation(Operators):
         return accumulate.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Replaces the values in a buffer by gradients.
+        """Replaces the values in a buffer with gradients.
 
         Works like `accumulate_gradients`, but replaces the old values instead of adding to them.
-        Entries that are missing in `grads` or are None keep their old value. In PyTorch a shared
+        Entries that are missing in `grads` or are None keep their old values. In PyTorch a shared
         parameter accepts only one gradient, and `.grad` is the given tensor itself, without its
         graph: an optimizer or gradient clipping that changes `.grad` in place also changes this
         tensor.
@@ -214,7 +214,7 @@ class GradientAccumulator:
         """
         self._check_trace("add")
         w = self._weight(weight)
-        with self._lock:  # `_term` orders dict keys as in the first term
+        with self._lock:  # `_term` reads the state, to order dict keys as in the first term
             term = self._term(grads, w)
             self._state = self._first(term) if self._state is None else self._after(term)
 
@@ -278,7 +278,7 @@ class GradientAccumulator:
         return self._backend.unflatten(treedef, cast)
 
     def reset(self) -> None:
-        """Empties the accumulator; the next gradients to be added may have another structure."""
+        """Empties the accumulator; the next gradients may have a different structure."""
         self._check_trace("reset")
         with self._lock:
             self._state = None
@@ -413,7 +413,7 @@ class GradientAccumulator:
             raise GradtoolsError(
                 f"GradientAccumulator.add: weight is {describe(self._backend, weight)}; expected a "
                 "real number or a real array of shape (). The order is add(grads, weight). Apply "
-                "weights that differ by example inside the loss, before the gradient is taken."
+                "the weights of single examples inside the loss, before the gradient is taken."
             )
         return number
 
@@ -421,11 +421,11 @@ class GradientAccumulator:
         if self._trace == self._arrays.current_trace():
             return
         raise GradtoolsError(
-            f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
-            "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. A traced function cannot contain the accumulator's state. Create, fill "
-            "and read the accumulator in one place, or pass a buffer through the function with "
-            "buffer = accumulate_gradients(buffer, grads)."
+            f"GradientAccumulator.{caller}: the accumulator was created outside of the "
+            "transformation (jit, vmap, grad, scan, ...) in which it is used, or inside of a "
+            "transformation that has ended. A traced function cannot contain the accumulator's "
+            "state. Create, fill and read the accumulator in one place, or pass a buffer through "
+            "the function with buffer = accumulate_gradients(buffer, grads)."
         )
 
     def _check_alike(self, state: State, term: State) -> None:

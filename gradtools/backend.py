@@ -10,7 +10,7 @@ members, or raise an error that names the operator. PyTorch's and JAX's backends
 defaults with functions of the framework. `docs/adding_a_backend.md` explains how to add a backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts cotangents if
-its framework uses another convention.
+its framework uses a different convention.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Staged:
         run: Evaluates the trace. Calling `run` instead of the function executes the user's code
             only once.
         reverse_only: Whether the function contains a rule without forward mode.
-        jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if this is known
-            only after an evaluation.
+        jacobian_mode: The mode that computes a Jacobian in fewer passes; "auto" if the mode is
+            known only after an evaluation.
     """
 
     run: Fun
@@ -139,8 +139,8 @@ class Differentiation(Arrays):
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
         """Returns `(outs, extras, pushed)`, with one list of output tangents per entry of `many`.
 
-        PyTorch's implementation stores no graph, replaces fused attention by plain operations, and
-        raises an error for other operations without forward mode.
+        PyTorch's implementation stores no graph, replaces fused attention with plain operations,
+        and raises an error for other operations without forward mode.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -168,7 +168,7 @@ class Differentiation(Arrays):
         )
 
     def filled(self, values: Sequence[Array | None], likes: Sequence[Array]) -> list[Array]:
-        """Replaces each None in `values` by zeros like the corresponding entry of `likes`."""
+        """Replaces each None in `values` with zeros like the corresponding entry of `likes`."""
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
@@ -187,7 +187,8 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        The captured arrays can then be differentiated. The default returns no arrays.
+        f can then be differentiated with respect to the captured arrays. The default returns no
+        arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
@@ -269,11 +270,11 @@ class Differentiation(Arrays):
         return evaluation, call.tape.marks, arrays
 
     def part_of(self, tree: Any) -> Any:
-        """Replaces each module in the tree by the pytree of its differentiated parameters."""
+        """Replaces each module in the tree with the pytree of its differentiated parameters."""
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """Returns a function that resets random state before each of `count` evaluations."""
+        """Returns a function that resets random state; it is called before each evaluation."""
         return lambda: None
 
     def map_batches(
@@ -409,7 +410,7 @@ class Programs(Rules):
     compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-        """Returns `make(f)`; if f is a module, returns a module that calls it."""
+        """Returns `make(f)`; if f is a module, returns a module that calls `make(f)`."""
         return make(f)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:

@@ -49,7 +49,7 @@ class Arrays(ABC):
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
-        """Flattens a tree; dict keys are in the order of `treedef` if it has the same keys."""
+        """Flattens a tree, with dict keys in the order of `treedef` if the keys are the same."""
         leaves, own = self.flatten(tree)
         if not is_same(own, treedef) and own.num_leaves == treedef.num_leaves:
             with suppress(ValueError, TypeError):  # raised for trees of different structures
@@ -162,7 +162,7 @@ class Arrays(ABC):
         return self.xp.ones_like(x)
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """Returns all unit vectors of x's shape, between `before` and `after` zero vectors."""
+        """Returns `before` zero vectors, all unit vectors like x, and `after` zero vectors."""
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 

@@ -99,12 +99,12 @@ class Chunking(Operators):
                 positional argument, or a dict from f's parameters to axes. None passes the whole
                 argument to every chunk; a pytree argument may have a pytree of axes. Arguments
                 without an entry, including keyword arguments, are split along axis 0; scalars and
-                non-arrays are shared. A list is treated as a list of examples: f gets slices of the
-                list.
+                non-arrays are shared. A list is treated as a list of examples: f receives slices of
+                the list.
             out_axes: The axis along which outputs are concatenated: an integer, or a tree of
                 integers like f's output. If f maps a list to a list, the lists are concatenated.
-            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
-            carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
+            key_argnums: The arguments that are random keys; chunk i uses the key folded with i.
+            carry_argnums: The arguments that are state, passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and the chunked function also returns such a pair. Several
                 carries form a tuple. Carries are not differentiated.
             interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
@@ -126,8 +126,8 @@ class Chunking(Operators):
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
                 length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
                 module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics; the message explains how to omit this output. f returns None.
-                Constants such as None, strings and flags must be equal in all chunks. When
+                batch statistics; the message explains how to omit this output. f returns None, or a
+                constant (None, a string, a flag) that is not equal in all chunks. When
                 differentiated: f returns different values when it is recomputed.
 
         Example:
@@ -216,23 +216,25 @@ class Chunking(Operators):
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
                 chunk's examples, or their sum.
             chunk_size: The number of examples per chunk; the last chunk may be smaller.
-            argnums: The positional arguments to differentiate; all chunks share them.
+            argnums: The positional arguments to differentiate with respect to; all chunks share
+                them.
             in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
-                and every array of the other arguments, positional or keyword, is split on axis 0. A
-                list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader as
-                `tuple(batch)`.
+                and every array of the other arguments, positional or keyword, is split along axis
+                0. A list is treated as a list of examples; pass the batch `[x, y]` of a DataLoader
+                as `tuple(batch)`.
             reduction: Whether f returns the mean or the sum over the examples of a chunk. A loss
                 that sums over the batch needs reduction="sum". A loss over all pairs of the batch,
                 as in contrastive learning, is not a mean over chunks; use `chunked` for the
                 network, and compute the loss from its outputs.
             weights: The weights of a mean in which examples have different weights: one weight per
                 example (such as its number of tokens), split with the batch, or a function of a
-                chunk's arguments that returns the chunk's weight (it gets the keyword arguments for
-                which it has parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
+                chunk's arguments that returns the chunk's weight (and receives the keyword
+                arguments for which it has parameters). A chunk of weight 0 adds nothing, even if
+                its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
                 metrics, which are reduced like the loss, so return no per-example outputs.
-            key_argnums: The arguments that are random keys; chunk i gets the key folded with i.
-            carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
+            key_argnums: The arguments that are random keys; chunk i uses the key folded with i.
+            carry_argnums: The arguments that are state, passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
                 where several carries form a tuple. Carries are not differentiated.
 

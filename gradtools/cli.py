@@ -69,7 +69,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
         *("train.py --steps 2", ("script", "arguments")),
     ),
     "why-zero": (
-        *("seeing.commands:print_why_zero", "find the lines at which a gradient is lost or NaN"),
+        *("seeing.commands:print_why_zero", "find the lines that make a gradient zero or NaN"),
         *("mymodule:loss --shapes 8x8", (*_OF_FUNCTION, "--json")),
     ),
     "graph": (

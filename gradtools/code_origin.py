@@ -205,7 +205,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
 
 def definition_of(f: Any) -> Source | None:
-    """Returns the line at which a Python function is defined, or None if f has no Python code."""
+    """Returns the line on which a Python function is defined, or None if f has no Python code."""
     code = getattr(f, "__code__", None)
     return None if code is None else _source(code, code.co_firstlineno)
 

@@ -48,23 +48,24 @@ class CustomRules(Operators):
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
-        With either rule, f supports forward mode, reverse mode, second derivatives in every
-        combination of modes, vmap, compilation and loops. Everything that `fwd` saves (inputs,
-        outputs, intermediates, non-arrays) is differentiated through `fwd` at second order.
-        Cotangents are J^H v in both frameworks.
+        With either rule, f supports forward and reverse mode, vmap, compilation, loops, and second
+        derivatives in every combination of modes. `fwd` may save inputs, outputs, intermediates and
+        non-arrays; second derivatives also differentiate the code of `fwd`. Cotangents are J^H v in
+        both frameworks.
 
         Args:
             f: A function that takes and returns pytrees of arrays. Keyword arguments are bound to
-                the signature of f; a rule gets every argument by position, including default
+                the signature of f; a rule receives every argument by position, including default
                 values.
             static_argnames: The name or names of static arguments: hashable non-array values for
                 which the rule is specialized. Static arguments come first in the arguments of fwd,
-                bwd and rule. An array that a static function captures cannot be differentiated.
+                bwd and rule. f cannot be differentiated with respect to an array that a static
+                function captures.
 
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an
-            integer argument; `rule` gets None as the tangent of an integer argument. A Python float
-            or complex number is treated like an array; its tangent is zero.
+            integer argument; `rule` receives None as the tangent of an integer argument. A Python
+            float or complex number is treated like an array; its tangent is zero.
 
         Raises:
             GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
@@ -205,8 +206,8 @@ class CustomRule:
                 is not static. Static arguments come first in the arguments of fwd and bwd. bwd must
                 not write into the residuals or the cotangent in place; clone them first.
             symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
-                and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
-                `needs_input_grad`), and bwd gets None for a zero cotangent.
+                and number, fwd then receives an object with `value` and `perturbed` (PyTorch's
+                `needs_input_grad`), and bwd receives None for a zero cotangent.
             optimize_remat: Accepted for compatibility with `jax.custom_vjp`; has no effect. fwd is
                 inlined, so residuals that a checkpoint recomputes are not computed in the first
                 pass.
@@ -327,7 +328,7 @@ class CustomRule:
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
-        if avals:  # `outs` may have None for a length that is concrete in `avals`
+        if avals:  # a key of `outs` may contain None for a length that `avals` contains
             return specialized.newest
         return self._backend.static_treedef(specialized.newest)
 

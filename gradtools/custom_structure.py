@@ -96,7 +96,7 @@ class Specialization:
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
-        """Flattens and checks an output of f (named "it" in messages), fwd or the forward rule."""
+        """Flattens and checks an output of f (`who` is "it"), of fwd or of the forward rule."""
         avals = avals_of(xs)
         if who != "it":
             same_avals = lambda: self._check_output(xs, avals, out, who)
@@ -309,7 +309,7 @@ class Specialization:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, like its argument. Reshape or cast the array."
+                f"expected {shape} and {name}, like its primal. Reshape or cast the array."
             )
         return None if zero else x
 
@@ -318,7 +318,7 @@ _ZERO = object()
 
 
 def _without_none(tree: Any, whole: Any) -> Any:
-    """Replaces each None in the tree by the corresponding subtree of `whole`."""
+    """Replaces each None in the tree with the corresponding subtree of `whole`."""
     if tree is None:
         return whole
     if type(tree) is type(whole) and type(tree) in (dict, list, tuple) and len(tree) == len(whole):

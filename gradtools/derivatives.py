@@ -5,8 +5,8 @@ the inner product, these maps are
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-The gradient of a real f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small learning
-rate, the step `x - lr * grad` decreases f.
+The gradient of a real-valued f is J^H 1, which for complex x is df/dRe + i df/dIm: for a small
+learning rate, the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations
@@ -440,8 +440,8 @@ class Derivatives(Operators):
             in_axes: The axes that are split, as in `vmap`: an integer, one entry for each
                 positional argument, or a dict from f's parameters to axes, where None shares an
                 argument. If None, the arguments in argnums are shared, and every array of the other
-                arguments is split on axis 0. Arguments without an entry, including keyword
-                arguments, are split on axis 0; arrays of shape () and non-arrays are shared.
+                arguments is split along axis 0. Arguments without an entry, including keyword
+                arguments, are split along axis 0; arrays of shape () and non-arrays are shared.
             chunk_size: The number of examples per chunk; by default, all examples. If 1, a loop
                 without vmap is run: a Python loop in PyTorch, which supports any eager code, or
                 `lax.map` in JAX.
@@ -485,7 +485,7 @@ class Derivatives(Operators):
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
                 note = self._backend.hint_at_traced_value(error)
-                note = note or "f gets one example, without the batch axis; x[None] adds it."
+                note = note or "f receives one example, without the batch axis; x[None] adds it."
                 error.add_note(f"{name}: {note}")
                 raise
 

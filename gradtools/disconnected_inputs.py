@@ -1,6 +1,6 @@
 """Implements `disconnected_inputs`: errors and warnings for arguments without a gradient.
 
-An argument reaches the output if f computes the output from the argument by a path of
+An argument reaches the output if f computes the output from the argument through a path of
 differentiable operations. Such a path contains no stop_gradient or detach, no cast to integer or
 boolean, no comparison, and no operation outside of the framework. The backends find the
 differentiable paths; this module raises the errors and issues the warnings.
@@ -41,8 +41,8 @@ def check_connected(
         for name, places in arguments:
             if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
-                    f"{caller}: the gradient of {name} is zero everywhere, and f "
-                    "could not be traced to find whether the argument reaches the output (it "
+                    f"{caller}: the gradient with respect to {name} is zero everywhere, and f "
+                    "could not be traced to determine whether the argument reaches the output (f "
                     "branches on values, or leaves the framework)."
                 )
         return
@@ -56,8 +56,8 @@ def check_connected(
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
-            "itself takes a derivative, which may be constant, detached, stopped or taken without "
-            "a graph (see why_zero).",
+            "itself computes a derivative, which may be constant, detached, stopped or computed "
+            "without a graph (see why_zero).",
             DisconnectedInputWarning,
         )
         return

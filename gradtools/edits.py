@@ -217,12 +217,12 @@ class Edits(Operators):
     def clip_gradient(
         self, x: T, max_norm: RealLike | None = None, max_value: RealLike | None = None
     ) -> T:
-        """Clips the gradient that flows through x, by modulus and by global norm.
+        """Clips the gradient that flows through x, by entrywise modulus and by global norm.
 
-        Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
-        max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
-        cotangent stays zero, and NaN stays NaN. The edit supports reverse mode only; at second
-        order the cotangent is clipped again.
+        Each entry c becomes c min(1, max_value / |c|). The gradients of all leaves are then
+        multiplied by min(1, max_norm / norm), where norm is the 2-norm over all of them. There is
+        no epsilon; a zero cotangent stays zero, and NaN stays NaN. The edit supports reverse mode
+        only; at second order the cotangent is clipped again.
 
         Args:
             x: A pytree of arrays in f's forward pass, not gradients: for computed gradients, use
@@ -274,7 +274,7 @@ class Edits(Operators):
         return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
-        """Replaces the gradient that flows through x by `fn(gradient)`; supports reverse mode only.
+        """Replaces the gradient that flows through x with `fn(gradient)`, in reverse mode only.
 
         Args:
             x: A pytree of arrays.
@@ -287,7 +287,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: fn returns another structure or shape; the edit is used in `gt.jvp`.
+            GradtoolsError: fn returns a different structure or shape; the edit is used in `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -339,7 +339,7 @@ class Edits(Operators):
         return backend.tied(edited, fn)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
-        """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
+        """Replaces the gradient that flows through x with `dx` (Theano's known_grads).
 
         If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
         zero. The gradient of each leaf is replaced separately. The edit supports reverse mode only.
@@ -388,7 +388,7 @@ class Edits(Operators):
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
         The derivative is correct in forward and reverse mode and at every order; f itself is never
-        differentiated and gets detached inputs. f may be a NumPy function.
+        differentiated and receives detached inputs. f may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
@@ -472,15 +472,15 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
     if not isinstance(x, (str, int, float, complex)):
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, which contains no array; expected an array "
-            f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
-            "outputs, for another object to its arrays."
+            f"or a pytree of arrays. Apply {name} to the arguments or outputs of a function or "
+            "module, or to the arrays in another object."
         )
 
 
 def _edit(
     backend: Backend, name: str, edit: Callable[[list[Array], list[int]], Any], x: Any
 ) -> Any:
-    """Replaces the floating and complex leaves of x by `edit(leaves, places)`."""
+    """Replaces the floating and complex leaves of x with `edit(leaves, places)`."""
     if _edited(backend, x):
         return edit([x], [0])[0]
     leaves, treedef = backend.flatten(x)
@@ -505,7 +505,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
         raise GradtoolsError(
             f"transform_gradient: fn returned the structure {in_words(treedef)}; expected the "
             f"structure of the cotangent, {in_words(expected)}. Return one array for each array "
-            "that fn gets."
+            "that fn receives."
         )
     names = lambda i: (f"fn's leaf {i}", "the cotangent")
     return [

@@ -101,7 +101,7 @@ def said_by(package: str, error: BaseException) -> str:
 
 
 def is_of(package: str, error: BaseException) -> bool:
-    """Returns whether an error was raised by a framework, not by the user's code or gradtools."""
+    """Returns whether an error is not a `GradtoolsError` and was not raised by the user's code."""
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
 
 

@@ -36,6 +36,6 @@ def refuse_foreign(framework: str, x: Any, path: str = "") -> None:
         raise GradtoolsError(
             f"gradtools.{framework} was given a {other}.{_ARRAYS[other]} of shape "
             f"{tuple(x.shape)} and dtype {x.dtype}{path and f', {path}'}. Import gradtools.{other} "
-            f"in its place, or convert the array: gradtools.{framework}.asarray("
+            f"instead, or convert the array: gradtools.{framework}.asarray("
             f"gradtools.{other}.to_numpy(x))."
         )

@@ -1,6 +1,6 @@
 """`frozen` computes second derivatives through a large function without storing its graph.
 
-For y = G(z) with Jacobian J the pullback is v -> J^H v. The pullback is linear in v, so the
+For y = G(z) with Jacobian J, the pullback is v -> J^H v. The pullback is linear in v, so the
 transpose of its derivative along v is the pushforward u -> J u: one pass in forward mode, which
 stores no graph. The derivative of <u, J^H v> along z is the tangent of the pullback along u,
 
@@ -73,9 +73,9 @@ class Freezing(Operators):
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
-        (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
+        (recurrent layers on the CPU, a Function without jvp), registers gradient hooks or calls
         `torch.autograd.grad`, a second derivative requires a double backward pass through G. JAX: G
-        is a function, or a module of equinox or flax.nnx. If G has no forward mode (a
+        is a function, or an equinox or flax.nnx module. If G has no forward mode (a
         `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning; a rule that is
         nonlinear in its cotangent raises an error.
 

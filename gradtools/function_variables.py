@@ -48,7 +48,7 @@ def parts_of(x: Any) -> list[Any]:
 
 
 def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
-    """Replaces each object of `parts_of(x)` by `of(object)`; returns x if no object changes."""
+    """Replaces each object of `parts_of(x)` with `of(object)`; returns x if no object changes."""
     old = parts_of(x)
     new = list(map(of, old))
     if all(a is b for a, b in zip(old, new, strict=True)):

@@ -19,7 +19,7 @@ class Gathering(Operators):
         processes' gradients (which DistributedDataParallel or `jax.lax.pmean` computes) is the
         gradient of L. Under `shard_map` with check_vma=True, first make shared weights varying
         (`jax.lax.pcast(w, axis, to="varying")`) or put the pmean inside the differentiated
-        function; otherwise `jax.grad` itself sums over devices.
+        function; otherwise `jax.grad` itself sums the gradients over the devices.
 
         Args:
             x: A pytree of arrays with the local rows along axis 0, of the same shape on every rank.

@@ -101,7 +101,7 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
 def _entries(x: Any) -> dict[Any, Any] | None:
     """Returns the entries of a mapping, or None if x is not a mapping.
 
-    A mapping has the methods `keys` and `__getitem__`. Iteration may have another meaning: a
+    A mapping has the methods `keys` and `__getitem__`. Iteration may have a different meaning: a
     TensorDict iterates over the examples of its batch.
     """
     kind = type(x)

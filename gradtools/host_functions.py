@@ -66,8 +66,8 @@ class HostFunctions(Operators):
         reverse are supported, because a Hessian is symmetric.
 
         Args:
-            kernel: A function that gets read-only NumPy arrays (bfloat16 as float32) and returns
-                NumPy arrays. Non-array arguments are passed unchanged.
+            kernel: A function that receives read-only NumPy arrays (bfloat16 as float32) and
+                returns NumPy arrays. Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
                 arrays replaced by their ArraySpecs. Under vmap, `out` describes one example.

@@ -33,7 +33,7 @@ _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
 _DTYPES = {"bool", "bfloat16"} | {f"{kind}{n}" for kind, sizes in _SIZES.items() for n in sizes}
 _PLAIN_KINDS = "biufc"
-_CARRIED = {"bfloat16": "float32"}  # NumPy lacks bfloat16; kernels get float32
+_CARRIED = {"bfloat16": "float32"}  # NumPy lacks bfloat16; kernels receive float32
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 
@@ -99,8 +99,8 @@ class Kernel:
     """A function of NumPy arrays, and the specs of its results.
 
     Attributes:
-        fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
-            and other arguments unchanged; returns NumPy arrays.
+        fun: Receives the program's arrays as read-only NumPy arrays in C order (bfloat16 as
+            float32), and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
             that returns such a pytree for the arguments, with each array replaced by its ArraySpec
             of one example.
@@ -358,7 +358,7 @@ class KernelCall:
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
-                ys = wanted.flatten_up_to(tree)  # dict keys may have another order
+                ys = wanted.flatten_up_to(tree)  # dict keys may be in a different order
             except (ValueError, TypeError):
                 ys = [None]
             if any(y is None or isinstance(y, (tuple, list, dict)) for y in ys):

@@ -49,17 +49,16 @@ class Implicit(Operators):
 
         Args:
             F: The function in the equation. F takes z, theta and args, and returns a pytree like z.
-                A fixed point of g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h
-                is a solution of `F = gt.grad(h)`. F may also close over differentiated arrays and
-                modules. An argument that does not reach F's result is
-                disconnected from z, as in `grad`.
+                For a fixed point of g, pass `F = lambda z, *a: g(z, *a) - z`; for a minimum of h,
+                pass `F = gt.grad(h)`. F may also close over differentiated arrays and modules. An
+                argument that does not reach F's result is disconnected from z, as in `grad`.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. `solve`
-                is called once, with arguments that have no gradient, and may be an optimizer, a
+                is called once, with arguments whose gradient is stopped, and may be an optimizer, a
                 `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
-            linear_solve: The solver of A x = b: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
-                and positive or negative definite, as at a minimum; "dense" to use A as a matrix; or
-                a function `(matvec, b) -> x`. b and x are real vectors of all entries of z, with
-                real and imaginary parts for complex entries.
+            linear_solve: The solver for A x = b: "gmres"; "cg" if A = dF/dz is symmetric
+                (Hermitian) and positive or negative definite, as at a minimum; "dense" to use A as
+                a matrix; or a function `(matvec, b) -> x`. b and x are real vectors of all entries
+                of z, with real and imaginary parts for complex entries.
             has_aux: Whether solve returns `(z, aux)`; aux is returned without derivatives.
 
         Returns:
@@ -67,7 +66,7 @@ class Implicit(Operators):
 
         Raises:
             GradtoolsError: (When called) F's result differs from z in structure or shapes; F is not
-                near zero at z: a change of z by 1 % changes F by less than the norm of F. (When
+                near zero at z: a change of z by 1% changes F by less than the norm of F. (When
                 differentiated) the relative residual of the linear solve is above 1e-6 (1e-3 below
                 float64), for example because A is singular. Under jit and vmap, the result is NaN
                 in place of the last two errors.
@@ -105,8 +104,8 @@ def _check_order(F: Any, solve: Any) -> None:
     if len(of_F) <= len(required) and not any(p.kind in _VARIABLE for p in of_F):
         taken = [", ".join(p.name for p in ps) for ps in (of_F, of_solve)]
         raise GradtoolsError(
-            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F takes z "
-            "and the arguments of solve. F comes first: implicit_solution(F, solve)."
+            f"implicit_solution: F takes ({taken[0]}) and solve takes ({taken[1]}), but F must "
+            "take z and the arguments of solve. F comes first: implicit_solution(F, solve)."
         )
 
 
@@ -216,7 +215,7 @@ class _Solution:
         far = self._norm(there) > self._norm(moved - there)
         x = self._unless(
             backend.stop_gradient(far), x, lambda:
-            "F is not near zero at the z that solve returned: changing z by 1 % changes F by "
+            "F is not near zero at the z that solve returned: changing z by 1% changes F by "
             "less than |F|. Let solve converge further, or check that solve computes a zero of F. "
             "F takes z first; for a fixed point z = g(z, *args) pass "
             "F = lambda z, *a: g(z, *a) - z.",
@@ -254,8 +253,8 @@ class _Solution:
         v = xp.where(right == 0, xp.zeros_like(b), v)  # the solver's result for b = 0 is ignored
         left = self._norm(product(v) - b)
         explain = lambda: (
-            f"the linear solve left a residual of more than {tolerance:.0e} of its right-hand "
-            f"side. {self._unsolved(product, b)}"
+            f"the relative residual of the linear solve is above {tolerance:.0e}. "
+            f"{self._unsolved(product, b)}"
         )
         return self._unless(~(left <= tolerance * right), v, explain)
 
@@ -277,7 +276,7 @@ class _Solution:
         if self.linear_solve == "cg" and bool(xp.abs(skew) > 1e-3 * xp.sum(moved * moved)):
             return "'cg' needs a symmetric dF/dz, and dF/dz is not symmetric; use 'gmres'."
         return (
-            "dF/dz may be singular; 'dense' solves small systems, a function (matvec, b) -> x may "
+            "dF/dz may be singular; 'dense' solves small systems; a function (matvec, b) -> x may "
             "use a preconditioner or more iterations."
         )
 
@@ -335,7 +334,7 @@ class _Solution:
         return self.backend.unflatten(form.treedef, leaves)
 
     def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
-        """Applies the pullback of fun to c; returns a tree, with None at non-floating leaves."""
+        """Applies the pullback of fun to c; returns a tree with None at integers and non-arrays."""
         leaves, at, moving = self._moving(fun, tree)
         pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
         left, treedef = iter(pulled), self.backend.flatten(tree)[1]
@@ -355,7 +354,7 @@ class _Solution:
 
     def _moving(self, fun: Any, tree: Any) -> tuple[list[Any], Callable[[list[Array]], Any], Any]:
         leaves, treedef = self.backend.flatten(tree)
-        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may get NumPy arrays
+        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may pass NumPy arrays
 
         def at(moving: list[Array]) -> Any:
             left = iter(moving)

@@ -1,9 +1,9 @@
-"""Implements `retain_gradient` and `retained_gradients`: gradients at intermediate values.
+"""Implements `retain_gradient` and `retained_gradients`, for gradients of intermediate values.
 
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. The retained gradient is
-the gradient of g(h(x) + d) with respect to d at d = 0, so the same backward pass computes it
-and it is differentiable. `arguments/marks.py` explains the marks; `torch/marks.py` and
-`jax/marks.py` evaluate functions that contain marks.
+the gradient of g(h(x) + d) with respect to d at d = 0, so the backward pass of f also computes the
+retained gradient, which is differentiable. `arguments/marks.py` explains the marks;
+`torch/marks.py` and `jax/marks.py` evaluate functions that contain marks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RetainedGradients(Operators):
     def retained_gradients(
         self, f: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
     ) -> Callable[P, tuple[R, Any, dict[str, Any]]]:
-        """Computes value and gradient of a real scalar f, and gradients at the values that f marks.
+        """Computes the value of f, and its gradients with respect to arguments and marked values.
 
         In eager PyTorch f is evaluated once; inside of torch.func's transforms, f is evaluated
         twice, first to determine the shapes of marked values. In JAX f is traced to a jaxpr, so
@@ -97,10 +97,11 @@ class RetainedGradients(Operators):
             grads, retained)`. retained is a dict from names to pytrees like the marked values, with
             None at leaves that are not floating or complex. If a name occurs several times (in a
             loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
-            order, or listed if their shapes differ; in JAX, the gradients at one mark in all steps
-            of a traced loop precede the gradients at the next mark. Under vmap the batch axis is
-            the first axis of each retained gradient. The gradient at a value on which the output
-            does not depend is zero. All results are differentiable, like the results of `grad`.
+            order, or listed if their shapes differ; in JAX, the gradients of one mark for all steps
+            of a traced loop precede the gradients of the next mark. Under vmap, the batch axis is
+            the first axis of each retained gradient. The gradient with respect to a value on which
+            the output does not depend is zero. All results are differentiable, like the results of
+            `grad`.
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums

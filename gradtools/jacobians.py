@@ -1,6 +1,6 @@
 """Computes Jacobians, Hessians, and Hessian-vector products without forming the Hessian.
 
-With g the gradient of a real f, and H = dg/dx,
+With g the gradient of a real-valued f, and H = dg/dx,
 
     hvp    H t, by a jvp or a vjp of g
 
@@ -58,7 +58,7 @@ class Jacobians(Operators):
             chunk_size: The number of unit vectors per chunk; by default, all unit vectors. If 1, a
                 loop without vmap is run: a Python loop in PyTorch, which supports any eager code,
                 or `lax.map` in JAX.
-            sparsity: For an f from one array to one array: the pattern of entries that may be
+            sparsity: For an f that maps one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. The
                 pattern has one row per output entry and one column per input entry, or the
                 Jacobian's shape. Columns or rows are colored, so a banded Jacobian requires as many
@@ -66,18 +66,18 @@ class Jacobians(Operators):
                 entries missing from the pattern. Requires `pip install "gradtools[sparse]"`.
 
         Returns:
-            A function of f's arguments. For an output leaf of shape s and an input leaf of shape t
+            A function of f's arguments. For an output leaf of shape s and an input leaf of shape t,
             the function returns an array of shape s + t. The arrays form a pytree like the output,
             with a pytree like the argument (a tuple of pytrees if argnums is a tuple) at each leaf
-            that is floating or complex, and None at each other leaf.
-            With sparsity, the function returns one sparse array of shape s + t: `torch.sparse_coo`,
-            or `jax.experimental.sparse.BCOO`.
+            that is floating or complex, and None at each other leaf. With sparsity, the function
+            returns one sparse array of shape s + t: `torch.sparse_coo`, or
+            `jax.experimental.sparse.BCOO`.
 
         Raises:
-            GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
-                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is unknown;
-                the chunk size is below 1; f returns no floating or complex array; the pattern has
-                another shape or omits a nonzero entry.
+            GradtoolsError: An input is complex (the Jacobian is then not a complex matrix: use
+                pairs of real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
+                unknown; the chunk size is below 1; f returns no floating or complex array; the
+                pattern has a wrong shape or omits a nonzero entry.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -201,7 +201,7 @@ class Jacobians(Operators):
                 the entry (j, i) may be omitted.
 
         Returns:
-            A function of f's arguments. For argument leaves of shapes s and t the function returns
+            A function of f's arguments. For argument leaves of shapes s and t, the function returns
             an array of shape s + t. The arrays form a pytree like the argument, with another pytree
             like the argument at each leaf. For a tuple of argnums, the function returns a tuple of
             tuples. With sparsity, the result is one sparse array.
@@ -331,7 +331,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # real and imaginary parts need two pullbacks, as inputs are real
+    if any(are_complex):  # real and imaginary parts need separate pullbacks: the inputs are real
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []

@@ -19,11 +19,11 @@ class MixedPartials(Operators):
     def mixed_partial(
         self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
     ) -> Any:
-        """Computes (d/dy) <u, (d/dz) f(y, G(z))> by forward mode through G, which keeps no graph.
+        """Computes (d/dy) <u, (d/dz) f(y, G(z))> with forward mode through G, which keeps no graph.
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)> at g
         = G(z). G is therefore evaluated once in forward mode, and only f is differentiated twice.
-        The memory does not grow with the depth of G. The result is differentiable, also with
+        The memory use does not grow with the depth of G. The result is differentiable, also with
         respect to z, u and the arrays that G captures; in PyTorch, differentiating the result
         evaluates G again.
 
@@ -33,9 +33,9 @@ class MixedPartials(Operators):
 
         Args:
             f: A real scalar function of y and of G's result.
-            G: A function of z that supports forward mode; PyTorch's fused attention, which lacks
+            G: A function of z that supports forward mode; PyTorch's fused attention, which has no
                 forward mode, is replaced by plain operations. If G contains other operations
-                without forward mode, take the gradient through `frozen(G)`.
+                without forward mode, use `grad` through `frozen(G)` instead.
             y: A pytree of floating or complex arrays.
             z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.

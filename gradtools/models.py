@@ -60,9 +60,9 @@ class Models(Operators):
           state maps each buffer's name to a copy, and the name of each frozen parameter to an
           alias, for which no gradient is computed. Tied parameters appear once, under their first
           name. Each call evaluates a structural copy of the module tree; hooks are shared; a number
-          that forward assigns to an attribute remains on that copy. Changes that forward makes to a
-          shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
-          global generators (of the CPU and of the accelerators of the call's tensors) are
+          that forward assigns to an attribute remains on that copy. In-place changes that forward
+          makes to parameters, or to a shared list or dictionary, are not detected. With a key,
+          PyTorch's global generators (of the CPU and of the accelerators of the call's tensors) are
           seeded and restored, under one process-wide lock; the ``random`` modules of Python and
           NumPy are unaffected. On the CPU a seed has 32 effective bits, so one in 2^32 pairs of
           keys draws equal numbers. Under ``torch.func.vmap`` use ``randomness="different"`` and a
@@ -73,8 +73,8 @@ class Models(Operators):
           each mutable. ``train`` is passed as the module's own argument: ``train``,
           ``deterministic`` or ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params contains the ``nnx.Param``s; state contains the random streams and
-          all other variables. With a key, every stream gets its own key and state keeps its streams
-          unchanged; without a key, the streams in state are used and advanced.
+          all other variables. With a key, every stream receives its own key and state keeps its
+          streams unchanged; without a key, the streams in state are used and advanced.
         - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
@@ -104,10 +104,10 @@ class Models(Operators):
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is given, but the module has no argument for it. From apply:
-                params or state is not a pytree as make_functional returned it, for example if both
-                are exchanged; a name is missing or unexpected (flax.linen reports missing names
-                itself), or, in PyTorch and Keras, an array in params has a wrong shape; in JAX, a
-                module draws random numbers and no key is given.
+                params or state does not have the structure that make_functional returned, for
+                example if they are swapped; a name is missing or unexpected (flax.linen reports
+                missing names itself), or, in PyTorch and Keras, an array in params has a wrong
+                shape; in JAX, a module draws random numbers and no key is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

@@ -98,7 +98,7 @@ class Contract:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Primal:
-    """An argument that `fwd` gets with `symbolic_zeros=True`.
+    """An argument that `fwd` receives with `symbolic_zeros=True`.
 
     Attributes:
         value: The argument, an array or number.
@@ -117,7 +117,7 @@ Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
 _LEAST = 2.0**-9  # A smaller factor would make 16-bit numbers subnormal.
-# The factors for which rounding errors are measured, and a factor of the tolerance.
+# The factors for which rounding errors are measured, and the tolerated multiple of the errors.
 _ODD, _TIMES = (3.0, 5.0, 7.0), 16.0
 
 

@@ -5,7 +5,7 @@ Every operation with a custom derivative is a function with a tangent and a cota
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
 Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. If one map is
-omitted, the transpose of the other map is used. The maps get their residuals as arguments:
+omitted, the transpose of the other map is used. The maps receive their residuals as arguments:
 inputs, outputs, or *extras*, which are further results of the forward pass. Extras are hidden
 outputs, differentiated through the code that computed them, so a rule that saves an intermediate
 result is correct at second order.
@@ -65,7 +65,7 @@ class Linearized:
         tangent_only: The number of residuals, at the end of `saves`, that only the tangent map
             uses.
         example: For an evaluation of a batch, the maps of one example.
-        written: The user's cotangent map, if `cotangent` instead applies a rule with forward mode.
+        written: The user's cotangent map, if `cotangent` is another map that supports forward mode.
             The user's map uses only the residuals at the start of `saves`.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
             unknown.
@@ -114,14 +114,15 @@ class Rule:
         reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
         user_functions: The functions that the user wrote, which may close over tracers. If
             there are no user functions, no map closes over tracers.
-        symbolic_zeros: The names of the maps ("tangent", "cotangent") that get None instead of
-            zeros, even if the rule has a contract. With "cotangent", `linearize`
-            gets a mask of the differentiated inputs.
-        contract: The checks that the user's maps must pass; with a contract, the maps get arrays
-            of zeros instead of None. If None, the rule belongs to gradtools and is not checked.
-        reaches: The differentiable paths from inputs to outputs. "identity": the outputs
-            are the inputs unchanged, and a drawn graph shows an identity. A function (for functions
-            of another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
+        symbolic_zeros: The names of the maps ("tangent", "cotangent") that receive None instead of
+            zeros, even if the rule has a contract. With "cotangent", `linearize` receives a mask of
+            the differentiated inputs.
+        contract: The checks that the user's maps must pass; with a contract, the maps receive
+            arrays of zeros instead of None. If None, the rule belongs to gradtools and is not
+            checked.
+        reaches: The differentiable paths from inputs to outputs. "identity": the outputs are the
+            inputs unchanged, and graphs show the rule as an identity. A function (for functions of
+            another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. If the
             attribute or the function's result is None, every output may depend on every input.
         is_bridged: Whether the rule calls a function of another framework (`gradtools.bridge`).
@@ -225,9 +226,9 @@ def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
-        "derivative would be lost. Pass that array to the function as an argument. The self of a "
-        "method holds a module's parameters: instead of a method write a function of the "
-        f"parameters.{fix}"
+        "derivative would be lost. Pass that array to the function as an argument. A method's "
+        "self contains a module's parameters: write a function of the parameters instead of a "
+        f"method.{fix}"
     )
 
 
@@ -464,7 +465,7 @@ ARRAY = _Array()
 
 
 def refilled(leaves: Sequence[Any], arrays: Iterable[Any]) -> list[Any]:
-    """Replaces each ARRAY among the leaves by the next array in `arrays`."""
+    """Replaces each ARRAY among the leaves with the next array in `arrays`."""
     left = iter(arrays)
     return [next(left) if x is ARRAY else x for x in leaves]
 

@@ -1,11 +1,11 @@
 """Computes sparse Jacobians and Hessians with a given sparsity pattern by graph coloring.
 
-The product of the Jacobian with one tangent is the sum of columns that share no row (structurally
-orthogonal columns), the product with one cotangent is the sum of rows that share no column, and
-each entry is read from the product in which it is the only term (Curtis, Powell and Reid, On the
-estimation of sparse Jacobian matrices, 1974). NetworkX computes a greedy coloring. If the pattern
-omits a nonzero entry, this entry is added to another entry of the result. To detect omitted
-entries, the products of the Jacobian and of the result with a random vector are compared.
+Each tangent is a sum of unit vectors, which selects columns that share no row (structurally
+orthogonal columns); each cotangent selects rows that share no column. Each nonzero entry of the
+Jacobian is therefore an entry of a product (Curtis, Powell and Reid, On the estimation of sparse
+Jacobian matrices, 1974). NetworkX computes a greedy coloring. If the pattern omits a nonzero entry,
+this entry is added to another entry of the result. To detect omitted entries, the products of the
+Jacobian and of the result with a random vector are compared.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _verified(
 ) -> Array:
     """Returns `values` if the pattern omits no nonzero entry.
 
-    The product of the sparse result with a random vector, the sum of `values * signs` at each of
-    `places`, is compared with the true product. In a trace, where values cannot be read, all values
+    The product of the sparse result with a random vector (the sums of `values * signs` over equal
+    `places`) is compared with the true product. In a trace, where values cannot be read, all values
     are replaced by NaN if the products differ.
 
     Raises:
@@ -120,7 +120,7 @@ def _verified(
         k = int(np.argmax(backend.to_numpy(off)))
         raise GradtoolsError(
             f"{call.caller}: sparsity omits nonzero entries: the product with a "
-            f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} "
+            f"random vector is {float(true[k]):.6g} at index {k}, but {float(ours[k]):.6g} "
             "with the pattern. Pass a pattern with every entry that may be nonzero."
         )
     return values
@@ -145,7 +145,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
         )
 
 
-# --- the pattern and its colouring -----------------------------------------------------------
+# --- the pattern and its coloring ------------------------------------------------------------
 
 
 def _scipy_sparse(caller: str) -> Any:
@@ -184,7 +184,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
     else:
         raise GradtoolsError(
             f"{caller}: sparsity has shape {shape}; expected one row for each entry of f's output "
-            f"and {size} columns, one for each entry of its argument, or the Jacobian's shape."
+            f"and {size} columns, one for each entry of f's argument, or the Jacobian's shape."
         )
     entries = np.ones(flat.size, bool), np.divmod(flat, max(size, 1))
     matrix = sparse.csr_matrix(entries, (rows, size))

@@ -28,7 +28,7 @@ def check_version(package: str, version: str) -> None:
         return
     raise ImportError(
         f"gradtools.{package} supports {package}>={oldest},<{too_new} and found {package} "
-        f"{version}; install a supported version by pip install 'gradtools[{package}]', or "
+        f"{version}; install a supported version with pip install 'gradtools[{package}]', or "
         f"set {ANY_VERSION}=1 to try this version.",
         name=f"gradtools.{package}",
     )

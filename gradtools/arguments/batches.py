@@ -1,4 +1,4 @@
-"""Represents batches of arguments: each leaf is split on an axis, or shared by all examples."""
+"""Represents batches of arguments: each leaf is split along an axis, or shared by all examples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gradtools.errors import GradtoolsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A leaf of an argument, and the axis on which the leaf is split."""
+    """A leaf of an argument, and the axis along which the leaf is split."""
 
     value: Any  # An array or any other object.
-    axis: Any  # The axis on which the leaf is split; None if it is shared.
+    axis: Any  # The axis along which the leaf is split; None if it is shared.
     is_array: bool
     place: int  # The leaf's index in the argument.
 
@@ -32,14 +32,14 @@ class FlatArgument:
     argument: Argument
     treedef: Any  # the tree structure; None if the argument is a single array
     leaves: list[Leaf]
-    is_list: bool  # whether the argument is a list of examples, from which each chunk gets a slice
+    is_list: bool  # whether the argument is a list of examples; each chunk receives a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf; None if the argument is a list
 
 
 class Batch:
-    """The arguments of a call, and the axis on which each leaf is split (None if it is shared).
+    """The arguments of a call, and the axis along which each leaf is split (None if shared).
 
     If `lists` is true, a list that is split is a list of examples. Scalars are shared unless
     the user named an axis for them.
@@ -108,7 +108,7 @@ class Batch:
                         "an integer, None, or a tree of these values with the structure of "
                         f"{argument.name}, {in_words(treedef)}."
                     ) from error
-            axes = [  # an axis is non-negative if the leaf has that axis
+            axes = [  # a negative axis becomes nonnegative if the leaf has that axis
                 axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
                 for axis, x in zip(axes, values, strict=True)
             ]
@@ -256,7 +256,7 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
 
 
 def _are_fields(xs: list[Any]) -> bool:
-    """Returns whether a list contains the fields of a batch, such as `[x, y]`, and no examples."""
+    """Returns whether a list contains the fields of a batch, such as `[x, y]`, not examples."""
     if any(_rank(x) == 0 or x.shape[0] != xs[0].shape[0] for x in xs):
         return False
     return any(_rank(x) != _rank(xs[0]) or x.dtype != xs[0].dtype for x in xs)

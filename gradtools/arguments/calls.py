@@ -118,7 +118,7 @@ class Call:
     def _check_others(self) -> None:
         """Raises an error if any argument contains an array of the other framework.
 
-        In compiled code dynamo itself rejects such an array.
+        In compiled code, dynamo itself rejects such an array.
         """
         others = len(self.args) > len(self.argnums) or self.kwargs
         if others and not self.backend.compiler.is_tracing():
@@ -282,7 +282,7 @@ class Call:
         """Returns `attach(results, select)`, which attaches results to the graph of the parameters.
 
         In JAX, or if no argument contains a module, `attach` returns the results unchanged. The
-        attached graph may call `operator(*args, **kwargs)` again, and `select` returns the results
+        attached graph may call `operator(*args, **kwargs)` again, and `select` extracts the results
         from the output of this call.
         """
         if self.opened is None:

@@ -116,7 +116,7 @@ def normalized_argnums(
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
             fix = "Keyword arguments are not differentiated; pass the argument by position."
             if name in ("key_argnums", "carry_argnums"):
-                fix = "Keyword arguments cannot be named; pass them by position."
+                fix = f"{name} cannot name keyword arguments; pass them by position."
             raise GradtoolsError(
                 f"{caller}: {name} contains {i}, but f was called with {called}. {fix}"
             )
@@ -167,7 +167,7 @@ def refuse_axes(backend: Backend, caller: str, in_axes: Any, out_axes: Any = 0) 
 
 
 def _is_data(x: Any) -> bool:
-    """Returns whether x is an argument of f, not an option: neither an integer nor a string."""
+    """Returns whether x is data, such as an array, a dict or a module, and not an option."""
     if isinstance(x, (int, float, complex, str, type, tuple, list)) or x is None:
         return False
     try:
@@ -288,7 +288,7 @@ def matching(
 
 
 def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
-    """Raises an error if `given`, params or state of a call of apply, is not of one of `kinds`."""
+    """Raises an error if `given`, params or state of `apply`, is not an instance of `kinds`."""
     if not isinstance(given, kinds):
         raise GradtoolsError(
             f"apply: {what} must be {expected}, as make_functional returned it; got "
@@ -297,7 +297,7 @@ def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
 
 
 def check_names(
-    what: str, given: Any, names: Collection[str], pairs: str = "path to array"
+    what: str, given: Any, names: Collection[str], pairs: str = "paths to arrays"
 ) -> None:
     """Raises an error if `given` is not a dictionary with the keys `names`."""
     check_kind(what, given, Mapping, f"a dictionary from {pairs}")

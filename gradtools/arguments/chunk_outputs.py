@@ -114,8 +114,8 @@ class Outputs:
             raise GradtoolsError(
                 f"chunked: f's output{path} has shape {tuple(leaf.shape)} for {size} examples, and "
                 f"{self._rests[place]} on its other axes in earlier chunks; the outputs of the "
-                f"chunks cannot be concatenated on axis {axis}. Only the length of this axis may "
-                "depend on the size of a chunk."
+                f"chunks cannot be concatenated along axis {axis}. Only the length of this axis "
+                "may depend on the size of a chunk."
             )
 
     def _axes_of_arrays(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
@@ -182,9 +182,9 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    """Returns the error for an output or carry with another structure than in earlier chunks."""
+    """Returns the error for an output or carry whose structure differs from earlier chunks."""
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
-        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
+        f"chunked: f's {what} for chunk {number} has the structure {in_words(treedef)}; expected "
         f"{in_words(known)}, like {origin}. Return the same structure for every chunk."
     )

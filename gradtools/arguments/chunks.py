@@ -122,7 +122,7 @@ class Chunks:
     carry: list[Any]  # The leaves of the initial carry.
     carry_names: list[str]  # The names of the carry leaves, for messages.
     arguments: tuple[list[Any], dict[str, Any]]  # The values of f's arguments.
-    recut: Callable[[Partition], Chunks]  # Returns the same call with another partition.
+    recut: Callable[[Partition], Chunks]  # Returns the same call with a different partition.
 
     @classmethod
     def of(
@@ -267,7 +267,7 @@ class ChunkFunction:
                 # The container that f changed is a copy that no other code can access.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "but it receives a copy. Return the new contents, or store them in an "
+                    "but f receives a copy. Return the new contents, or store them in an "
                     "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
@@ -305,7 +305,7 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
         ("batch norm", f),
         f"{what} a batch normalization in training mode. Each chunk is normalized by the chunk's "
         "own statistics, as in the plain loop over chunks, so the result differs from the result "
-        "on the full batch. Use evaluation mode, or a normalization of single examples.",
+        "on the full batch. Use evaluation mode, or a normalization that does not mix examples.",
     )
 
 

@@ -1,8 +1,8 @@
 """Reads `in_axes`, the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
-split on axis 0. A dictionary applies to f's parameters by name, both for positional and keyword
-arguments. Arguments that `in_axes` does not name are split on axis 0; arrays of shape () are
+split along axis 0. A dictionary applies to f's parameters by name, for both positional and keyword
+arguments. Arguments that `in_axes` does not name are split along axis 0; arrays of shape () are
 shared.
 """
 
@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     key: int | str  # The argument's position or keyword.
     value: Any
     axes: Any = None  # The batch axis, None if the argument is shared, or a tree of axes.
-    named: bool = False  # Whether the user gave the axes explicitly.
+    named: bool = False  # Whether `in_axes` has an entry for this argument.
     label: str | None = None  # The name in messages of a value that is not an argument of f.
 
     @property

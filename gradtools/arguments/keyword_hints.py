@@ -33,7 +33,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "retain_graph": "omit the keyword; the pullback of vjp may be called many times",
     "allow_unused": 'write disconnected_inputs="zeros"',
     "materialize_grads": 'write disconnected_inputs="zeros"',
-    "vectorize": "omit the keyword; chunk_size= limits the passes that run together",
+    "vectorize": "omit the keyword; chunk_size= limits the number of passes that run together",
     "strict": 'use grad or value_and_grad with disconnected_inputs="strict"',
     "in_dims": "write in_axes=",
     "out_dims": "write out_axes=",

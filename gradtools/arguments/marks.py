@@ -1,7 +1,7 @@
 """Implements the marks that `retain_gradient` sets in a program.
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
-so that y is bitwise equal to x, and the cotangent at y is the gradient with respect to d.
+so that y is bitwise equal to x, and the cotangent of y is the gradient with respect to d.
 `MarkedValues` creates these arrays in the first evaluation, and returns the same arrays in later
 evaluations, so that a recomputed chunk adds the same d.
 """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenedContainer:
-    """The structure of a container that was flattened to its parts.
+    """The structure of a container that was flattened into its parts.
 
     Attributes:
         kind: The class of the container.
@@ -208,7 +208,7 @@ def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
         new.data = parts
     elif isinstance(new, dict):
         for key, part in parts.items():
-            new[key] = part  # a subclass may forbid `update`, and may have an attribute for a key
+            new[key] = part  # a subclass may forbid `update`, or set attributes in `__setitem__`
     else:
         for name, part in parts.items():
             object.__setattr__(new, name, part)

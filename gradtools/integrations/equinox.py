@@ -125,7 +125,7 @@ def apply(
 
 
 def _check_call(static: Any, has_arrays: bool, stateful: bool, params: Any, state: Any) -> None:
-    """Checks the classes of params and state; without an `eqx.nn.State`, state is passed on."""
+    """Checks the classes of params and state; without an `eqx.nn.State`, state is unused."""
     kind = type(static)
     if params is not None or has_arrays:
         check_kind("params", params, kind, with_article(kind.__name__))

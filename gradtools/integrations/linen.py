@@ -100,12 +100,12 @@ def apply(
 
 
 def _check_call(names: tuple[str, ...], params: Any, state: Any) -> None:
-    """Raises an error if params and state are not dictionaries, or are exchanged.
+    """Raises an error if params and state are not dictionaries, or are swapped.
 
     Other names are accepted, since a method of the module may read other parameters and
     collections.
     """
-    check_kind("params", params, Mapping, "a dictionary from name to array")
-    check_kind("state", state, Mapping, "a dictionary from collection to variables")
+    check_kind("params", params, Mapping, "a dictionary from names to arrays")
+    check_kind("state", state, Mapping, "a dictionary from collections to variables")
     if state and set(state) <= set(names) and not any(name in params for name in names):
         raise wrong_names("params", list(names), list(params))

@@ -180,7 +180,7 @@ class Stateful:
     """A function f, with the state of its modules as flat arrays before and after a call.
 
     The modules in the arguments of a call are copies. If two modules refer to the same variable,
-    the variable was copied twice, and the call replaces the two copies by one.
+    the variable was copied twice, and the call replaces the two copies with one.
 
     Attributes:
         leaves: The current state of the user's modules.
@@ -240,7 +240,7 @@ class Stateful:
         """
         leaves, treedef = flattened((nnx.Variable,), args)
         variables = _variables(leaves)
-        # Each chunk of a list of modules has its own modules, which share no variables.
+        # If a list of modules is split into chunks, the modules of a chunk share no variables.
         if len(variables) == len(self._first) > len(set(self._first)):
             variables = [variables[k] for k in self._first]
             left = iter(variables)

@@ -1,12 +1,12 @@
-"""Lists the undocumented names of JAX that gradtools uses, and the reasons for their use.
+"""Lists the undocumented JAX names that gradtools uses, and the reasons for their use.
 
 Other modules import the names below from this module. Private names of `jax._src` are imported for
 the classes of a jaxpr, the current trace, linearization rules, and one cache. The classes are
 public in `jax.extend.core`, but importing `jax.extend.core` loads all of Pallas, which takes half
 of the time of `import gradtools.jax`; a test asserts that both names refer to the same objects. The
-other names are attributes of equations and jaxprs (source line, name of the function) for drawings,
-formulas and error messages, and the name of one method. All names exist in JAX 0.7.2 to 0.12 unless
-a docstring states versions. Sentences with "If JAX removes" state the effect of a removal.
+other names are one method, and attributes of equations and jaxprs (source line, function name) that
+appear in drawings, formulas and error messages. All names exist in JAX 0.7.2 to 0.12 unless a
+docstring states other versions. Sentences with "If JAX removes" state the effect of a removal.
 `tests/jax/test_upstream.py` tests the names that the tests of the operators do not cover.
 """
 
@@ -210,8 +210,8 @@ def called_by_jax(depth: int) -> bool:
 
     JAX converts the mask of `x[mask]` by calling `__array__`, which must raise an error if NumPy is
     the caller; only the stack frame distinguishes a call by JAX from a call by NumPy. Benefit: f
-    may select elements by a condition. Cost: in a build of JAX without frames, f is reported to
-    branch on a value.
+    may select elements by a condition. Cost: in a build of JAX without Python frames, an error
+    reports that f branches on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
@@ -240,10 +240,10 @@ def with_variables(
     """Returns a function with the same code, in which some closure cells and globals are replaced.
 
     flax raises an error if a captured module is mutated inside of another trace. Replacing the
-    module by a copy is the only workaround, since another thread may read the closure cells of the
-    original function. Benefit: loops and rules may contain functions that capture modules. Cost: if
-    a function's globals contain a flax module, `global` assignments in the function change a copy
-    of the globals.
+    module with a copy is the only workaround, since another thread may read the closure cells of
+    the original function. Benefit: loops and rules may contain functions that capture modules.
+    Cost: if a function's globals contain a flax module, `global` assignments in the function change
+    a copy of the globals.
     """
     scope = {**f.__globals__, **named} if named else f.__globals__
     own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)

@@ -50,7 +50,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
                 refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
         if (p.shape, p.dtype) != (g.shape, g.dtype):
             fix = (
-                "Convert the gradient to the buffer's dtype, or start the buffer with None."
+                "Convert the gradient to the buffer's dtype, or pass None as the first buffer."
                 if p.shape == g.shape
                 else "Reduce the gradient over the batch, or check which parameter it belongs to."
             )

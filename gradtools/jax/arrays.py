@@ -34,7 +34,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
         return jnp.asarray(x)  # weakly typed: operations use the dtype of the other operand
     array = as_numpy(x)
     dtype = array.dtype.newbyteorder("=")
-    if is_plain(x):  # the default dtype of JAX for a Python number of this kind
+    if is_plain(x):  # JAX's default dtype for a Python number of this kind
         wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
         dtype = jax.dtypes.canonicalize_dtype(wide[dtype.kind])
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:

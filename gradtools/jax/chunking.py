@@ -222,8 +222,8 @@ class _Steps:
     def refuse_shared_draws(self, carry: list[Array]) -> None:
         """Raises an error if f draws random numbers per example with a key that chunks share.
 
-        Random numbers that do not depend on the examples, such as a mask of weights, are allowed.
-        The shapes of allowed random numbers do not depend on the chunk size.
+        Draws count as per example if their shapes change with the chunk size. Other draws, such as
+        a mask of weights, are allowed.
         """
         chunks = self.chunks
         if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):
@@ -232,9 +232,9 @@ class _Steps:
         if _Steps(other)._shared_draws(carry) != drawn:
             raise GradtoolsError(
                 f"{chunks.caller}: f draws random numbers with a key that chunks share, so each "
-                "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
-                "argument by position and name it in key_argnums: chunk i gets the key folded with "
-                "i."
+                "chunk would draw the same numbers (one dropout mask for all). Pass the key as an "
+                "argument by position and name it in key_argnums: chunk i receives the key folded "
+                "with i."
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:

@@ -6,7 +6,7 @@ the values that it reads may have changed, and programs with equal equations sha
 Captured arrays are arguments of the program, so the cache does not reference arrays.
 
 A program with a user-defined rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled in each
-call, because the code of the rule runs later and may read other values. For a function of JAX with
+call, because the code of the rule runs later and may read different values. For a JAX function with
 a rule, such as `jax.nn.relu`, the equations of its pullback are part of the cache key.
 """
 
@@ -120,7 +120,7 @@ def _value(x: Any) -> Hashable:
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):
-        raise TypeError("not hashable: a rule that may read arrays, or be new at each call")
+        raise TypeError("not hashable: a rule that may read arrays or be a new object")
     if not is_rule and _is_function(x) and getattr(x, "__closure__", x) is not None:
         raise TypeError("not hashable: a function that may read arrays")
     return type(x), x

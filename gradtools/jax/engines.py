@@ -1,9 +1,9 @@
 """Computes vjp, jvp and linearize in JAX, and determines on which arguments the output depends.
 
-JAX computes the derivatives, and this module conjugates the pullback of JAX. The module
-`reachability` determines from the jaxpr of f on which arguments the output depends. Under a trace,
-f is traced to a jaxpr, and the jaxpr is differentiated. At concrete arrays, f is differentiated
-directly, and f is traced only if the gradient of a whole argument is zero.
+JAX computes the derivatives, and this module conjugates JAX's pullback. The module `reachability`
+determines from the jaxpr of f on which arguments the output depends. Under a trace, f is traced to
+a jaxpr, and the jaxpr is differentiated. At concrete arrays, f is differentiated directly, and f is
+traced only if the gradient of a whole argument is zero.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def jvp(
 def jvps(
     fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
 ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-    """Computes `jvp` along many tangents by vmap. The primal outputs are not batched."""
+    """Computes `jvp` along many tangents with vmap. The primal outputs are not batched."""
     if len(many) == 1:
         outs, extras, pushed = jvp(fun, leaves, many[0])
         return outs, extras, [pushed]

@@ -1,4 +1,4 @@
-"""Implements `frozen` in JAX by a rule whose pullback is also a rule.
+"""Implements `frozen` in JAX with a rule whose pullback is also a rule.
 
 Only the pullback reads the residuals of the first evaluation. A second derivative recomputes all
 values from the arguments. Differentiating a first derivative therefore stores only arguments and
@@ -257,7 +257,7 @@ def _pullback(
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:
-    """Differentiates fun at xs along dxs (None means zero) in forward mode."""
+    """Returns the tangents of fun at xs along dxs, where None means zero, in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
     run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])

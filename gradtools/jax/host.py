@@ -1,6 +1,6 @@
-"""Implements host kernels in JAX by one primitive, which is lowered to a callback.
+"""Implements host kernels in JAX with one primitive, which is lowered to a callback.
 
-On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
+On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap,
 the primitive is bound again with an additional leading batch axis. The primitive has no derivative;
 the module `host_functions` wraps the primitive in a rule.
 

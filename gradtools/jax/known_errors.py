@@ -1,7 +1,7 @@
-"""Re-raises known errors of JAX, with advice for users.
+"""Re-raises known JAX errors, with advice for users.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
-checks by the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
+checks in the traceback that JAX raised the error. Errors of the user's code propagate unchanged.
 Other modules of this backend do not read error texts. If JAX rewords an error, the error is raised
 without advice.
 """
@@ -18,7 +18,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Context manager that re-raises known errors of JAX with advice."""
+    """Context manager that re-raises known JAX errors with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -30,7 +30,7 @@ def explained(caller: str) -> Iterator[None]:
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Returns whether the package raised the error and its text contains one of the given parts."""
+    """Returns whether the package raised the error and its text contains one of the parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 
@@ -62,8 +62,8 @@ _ADVICE = {
     "Linearization failed to produce known values": _FORWARD_ONLY,
     "Reverse-mode differentiation does not work for lax.while_loop": (
         "f contains a loop with an unknown number of iterations, which does not support reverse "
-        "mode. Use lax.scan or a fori_loop between Python integers, or forward mode: gt.jvp, "
-        "gt.jacobian(mode='forward')."
+        "mode. Use lax.scan, a fori_loop with Python integers as bounds, or forward mode: "
+        "gt.jvp, gt.jacobian(mode='forward')."
     ),
     "forward-mode autodiff (jvp) to a custom_vjp": (
         "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "

@@ -1,4 +1,4 @@
-"""Defines the linear solvers for `implicit_solution` by functions of JAX."""
+"""Defines the linear solvers for `implicit_solution` with JAX functions."""
 
 from __future__ import annotations
 

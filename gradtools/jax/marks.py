@@ -1,8 +1,8 @@
 """Implements `retained_gradients` in JAX: a primitive marks values, and an interpreter finds them.
 
-The primitive is the identity and lowers to no operation. The interpreter adds an array of zeros to
-each marked value. In a scan, each step adds one slice of an array, and JAX stacks the cotangents of
-the slices.
+The primitive is the identity and lowers to no operation. The interpreter adds an array of
+negative zeros to each marked value. In a scan, each step adds one slice of an array, and JAX stacks
+the cotangents of the slices.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
         raise GradtoolsError(
             f"retained_gradients: the value {found[0][0].name!r} is marked inside of {name}, where "
             "its gradient cannot be retained. In a loop use jax.lax.scan, or jax.lax.fori_loop "
-            "with constant bounds; otherwise return the value, and mark it outside."
+            "with Python integers as bounds; otherwise return the value, and mark it outside."
         )
     return found
 

@@ -47,7 +47,7 @@ def opened(
 
 
 def part_of(tree: Any) -> Any:
-    """Replaces each module in the tree by the pytree of its differentiated arrays."""
+    """Replaces each module in the tree with the pytree of its differentiated arrays."""
     kinds, nnx = module_kinds(), sys.modules.get("flax.nnx")
     if not kinds or not _modules(kinds, tree):
         return tree
@@ -226,7 +226,7 @@ class Opened:
         return out
 
     def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: Sequence[Any]) -> Any:
-        """Rebuilds the modules of a differentiated tree, or replaces other modules by copies."""
+        """Rebuilds the modules of a differentiated tree, or replaces other modules with copies."""
         if rest is None:
             if not copies or not _modules(self._kinds, tree):
                 return tree

@@ -52,13 +52,13 @@ def make_functional(
         return partial(_applied, apply), params, state
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
-        "flax.nnx or equinox Module, or a Keras model. Variables of a flax.linen module are given "
-        "as make_functional(module, variables=variables)."
+        "flax.nnx or equinox Module, or a Keras model. For a flax.linen module, also pass its "
+        "variables: make_functional(module, variables=variables)."
     )
 
 
 def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    trees.flatten((args, kwargs))  # rejects tensors of PyTorch, which a library would convert
+    trees.flatten((args, kwargs))  # rejects PyTorch tensors, which a library would convert
     return apply(*args, **kwargs)
 
 

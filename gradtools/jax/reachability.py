@@ -36,12 +36,12 @@ from gradtools.jax.jaxprs import (
 
 
 def within_a_trace() -> bool:
-    """Returns whether a trace or transform of JAX is running in this thread."""
+    """Returns whether a JAX trace or transform is running in this thread."""
     return not upstream.trace_state_clean()
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
-    """Returns a boolean matrix: entry (k, i) is whether input i of a jaxpr reaches output k.
+    """Returns a boolean matrix: entry (k, i) is True if input i of a jaxpr reaches output k.
 
     If not `raw`, integer and boolean inputs reach no output, and no input reaches an integer or
     boolean output.

@@ -78,6 +78,6 @@ def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
     """
     if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(
-            f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
-            "repeated code. Write x = x.at[i].set(y) instead."
+            f"{caller}: f creates a mutable array (jax.new_ref), which JAX does not differentiate "
+            "in repeated code. Write x = x.at[i].set(y) instead."
         )

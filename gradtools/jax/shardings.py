@@ -33,7 +33,7 @@ def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """Shards an axis of x over the mesh axes `entry`, or replicates the axis if it does not fit."""
+    """Shards an axis of x over the mesh axes `entry` if possible; otherwise replicates the axis."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
@@ -64,8 +64,8 @@ def like(x: Array, other: Any) -> Array:
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     """Returns the sharding of the result of a callback, which JAX cannot infer.
 
-    The sharding has one entry per axis. The entries are the entries of the first argument of the
-    same shape and, for leading batch axes, of the first argument that is sharded along the axis.
+    The sharding has one entry per axis, copied from the first argument of the same shape or, for a
+    leading batch axis, from the first argument that is sharded along the axis.
 
     xs: The shape of each argument, and the mesh axes over which each axis is sharded.
     """
@@ -115,7 +115,7 @@ def with_leading(aval: Any, size: int, like: Any) -> Any:
 
 
 def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
-    """Returns the aval with another shape and sharding, over the mesh of `on`."""
+    """Returns the aval with the given shape and sharding, over the mesh of `on`."""
     if not any((*spec, *entries(aval))):
         return aval.update(shape=shape)
     sharding = NamedSharding(_aval(on).sharding.mesh, PartitionSpec(*spec))

@@ -143,7 +143,7 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
     """Maps f over the rows of the arrays in `batch`, in chunks of `size` rows (None means 1).
 
-    If rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
+    If rows are sharded over a mesh with Explicit axes, the chunks are interleaved, so that all
     devices process each chunk.
     """
     name = next((e for e in (shardings.entries(x)[0] for x in batch) if e is not None), None)

@@ -22,7 +22,7 @@ from gradtools.jax import shardings
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Flattens a tree.
 
-    The structure is a treedef of JAX, or an `OpenedTree` with more containers.
+    The structure is a JAX treedef, or an `OpenedTree` if user-defined containers were flattened.
     """
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
@@ -94,7 +94,7 @@ def zeros_of(aval: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class LinearMap:
-    """A pullback or pushforward as a pytree: a static function, and a map of JAX with residuals.
+    """A pullback or pushforward as a pytree: a static function, and a JAX map with residuals.
 
     Two maps have the same structure if their functions are the same object.
     """
@@ -122,7 +122,7 @@ def without_none(xs: Sequence[Any]) -> list[Any]:
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
+    """Replaces None in `values` with zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 

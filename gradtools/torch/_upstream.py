@@ -1,4 +1,4 @@
-"""Lists the private names of PyTorch that gradtools uses, and the reasons for their use.
+"""Lists the private PyTorch names that gradtools uses, and the reasons for their use.
 
 `tests/house/test_upstream.py` checks that other modules import private names only from this module.
 `tests/torch/test_upstream.py` tests the names that the tests of the operators do not cover. All
@@ -62,7 +62,7 @@ transform has ended), and `maybe_get_bdim` returns the batch axis of vmap (-1 if
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
 """`wrap_for_grad` wraps a tensor for a level of `torch.func.grad`; `add_vmap_axis` wraps a tensor
-in a level of vmap, which makes an axis the batch axis."""
+for a level of vmap, with the given axis as the batch axis."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """Returns the batch size of a level of vmap."""
@@ -72,7 +72,7 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap, by which `torch.autograd.grad` implements `is_grads_batched`.
+"""Functions of the legacy vmap, with which `torch.autograd.grad` implements `is_grads_batched`.
 `is_legacy_batched` returns whether a tensor is batched, `enter_vmap` and `leave_vmap` enter and
 exit a level and return the number of active levels, and `add_batch_axis` and `remove_batch_axis`
 wrap and unwrap a tensor."""
@@ -172,7 +172,7 @@ push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
 """`saved_tensors_hooks_on` returns the top of the stack of saved-tensor hooks, and
 `push_saved_tensors_hooks` and `pop_saved_tensors_hooks` change the stack. The user's saved-tensor
-hooks must not pack the tensors that temporary graphs of gradtools save."""
+hooks must not pack the tensors that gradtools' temporary graphs save."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -275,13 +275,13 @@ def compiles_here() -> bool:
 
 
 def break_graph(reason: str) -> None:
-    """Causes a graph break in dynamo. The reason appears in the logs of dynamo."""
+    """Causes a graph break in dynamo. The reason appears in dynamo's logs."""
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Returns whether `torch.export` is tracing. The flag is read directly, because dynamo replaces the
-result of the public function by True."""
+"""Returns whether `torch.export` is tracing. The flag is read directly, because dynamo evaluates
+the public function to True."""
 
 
 def skip_module(name: str) -> None:

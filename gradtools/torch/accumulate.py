@@ -219,9 +219,9 @@ def _checked_weights(sent: Sequence[Any]) -> list[Any]:
         )
     if "DTensor" in kinds and len({*weights}) > 1:
         raise GradtoolsError(
-            f"{_MEAN}: the ranks gave weights {weights} to a DTensor, which is one gradient for "
-            "all ranks. Pass the total weight of all ranks to add() on each rank, and scale each "
-            "rank's loss by its share of that weight before backward()."
+            f"{_MEAN}: the ranks added a DTensor with the weights {weights}, but a DTensor is "
+            "one gradient for all ranks. Pass the total weight of all ranks to add() on each rank, "
+            "and scale each rank's loss by its share of that weight before backward()."
         )
     return weights
 

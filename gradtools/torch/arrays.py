@@ -171,5 +171,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Applies a logical right shift; the operator `>>` of PyTorch is an arithmetic shift."""
+    """Applies a logical right shift; PyTorch's operator `>>` is an arithmetic shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -215,7 +215,7 @@ class TorchBackend(FrameworkBackend):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         """Calls `f(args)`.
 
-        If f converts a tensor of torch.func to NumPy, f runs as a host kernel instead.
+        If f converts a tensor of a torch.func transform to NumPy, f runs as a host kernel instead.
         """
         try:
             return f(args)

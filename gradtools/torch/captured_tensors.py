@@ -3,7 +3,7 @@
 In the first run inside of torch.func, no graph contains the captured tensors, so the function mode
 `Captured` finds them. Outside of torch.func, `implicit_solution` uses `CapturedInEager`. The
 captured tensors become inputs of the autograd node of f. Whenever f runs again, the mode `Replaced`
-replaces the captured tensors by these inputs. `Function.apply` bypasses modes; a captured tensor
+replaces the captured tensors with these inputs. `Function.apply` bypasses modes; a captured tensor
 among its arguments raises an error.
 """
 
@@ -51,7 +51,7 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the list of xs, with each replaced tensor exchanged for its replacement.
+    """Returns xs as a list, with replacements in place of the replaced tensors.
 
     Call this function on the arguments of `Function.apply`, because `Function.apply` bypasses
     modes.
@@ -60,7 +60,7 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Replaced(TorchFunctionMode):
-    """Context manager that replaces captured tensors by other tensors in the operations of f.
+    """Context manager that replaces captured tensors with other tensors in the operations of f.
 
     of: The attribute `of` of an outer `Replaced`, whose replacements also apply.
     """
@@ -116,8 +116,9 @@ class Replaced(TorchFunctionMode):
         """Raises an error if a captured tensor was not replaced."""
         if self._left:
             raise GradtoolsError(
-                f"{caller}: f captures a tensor of torch.func, but does not read the tensor when f "
-                "is computed again in the backward pass. Pass the tensor to f as an argument."
+                f"{caller}: f captures a tensor of a torch.func transform, but does not read the "
+                "tensor when f is computed again in the backward pass. Pass the tensor to f as an "
+                "argument."
             )
 
 
@@ -176,7 +177,7 @@ class Captured(Replaced):
             beneath = _beneath(x, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
-                    "f passes a tensor that it captures to a transform of torch.func, whose "
+                    "f passes a tensor that it captures to a torch.func transform, whose "
                     "arguments cannot be replaced when f is computed again. Pass the tensor to f "
                     "as an argument."
                 )
@@ -191,7 +192,7 @@ class CapturedInEager(Replaced):
     """Context manager that finds the differentiated tensors that f captures, outside of torch.func.
 
     own: The arguments of f. Results of the operations of f, and tensors whose graph is newer than
-    this context, are not captured tensors.
+        this context, are not captured tensors.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -283,7 +284,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs, with one tensor batched in all vmaps in which a tensor of ys is batched.
+    """Returns xs; one of them becomes batched in every vmap in which a tensor of ys is batched.
 
     torch.func does not enter a level of vmap for a pullback whose inputs are not batched, but the
     random numbers that f drew in the first pass may be batched.

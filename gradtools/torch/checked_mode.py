@@ -143,7 +143,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluates an edit by operations that PyTorch differentiates, without the custom rule."""
+        """Evaluates an edit with operations that PyTorch differentiates, without its rule."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]
@@ -185,7 +185,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # func differentiates, or gradtools called func
+        if here.own or func in _BACKWARD:  # func computes a derivative, or gradtools calls func
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:
@@ -217,11 +217,11 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
                 self.stopped |= {id(t): (t, stops) for t in outs if not t.requires_grad}
                 if name in _LEAVING:
                     at = f"{name.strip('_')}() ({innermost(lines_above(1))})"
-                    text = f"a stopped value leaves PyTorch by {at}; it is treated as a constant"
+                    text = f"a stopped value leaves PyTorch via {at}; it is treated as a constant"
                     self.notes.append(text)
         if torch.is_grad_enabled() and not self.function:
             if name in _LEAVING:
-                name = f"the value that leaves PyTorch by {name.strip('_')}()"
+                name = f"the value that leaves PyTorch via {name.strip('_')}()"
                 super().see(name, innermost(lines_above(1)), [torch.tensor(y)])
             else:
                 name = (resolve_name(func) or name).removeprefix("torch.")
@@ -238,12 +238,12 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             super().see(name, line, [y.clone() for y in ys])
 
     def _see_arguments(self, name: str, given: Sequence[Tensor]) -> None:
-        """Records arguments that no operation returned, such as results of autograd.Functions."""
+        """Records arguments that no intercepted call returned, such as results of a Function."""
         if self.count is None:
             return
         line = innermost(lines_above(1))
         if name.endswith("hook"):
-            self.hooks[f"f sets a hook ({line})."] = None
+            self.hooks[f"f registers a hook ({line})."] = None
         for t in given:
             cls, text = upstream.function_of(t.grad_fn), name
             if cls is upstream.ModuleHook:

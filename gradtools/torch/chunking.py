@@ -59,7 +59,7 @@ def held_by(chunks: Chunks) -> Held | None:
     """Returns the objects that contain f's state, or None if chunks are not recomputed.
 
     Raises an error if f contains a data-parallel wrapper, and warns if f contains batch
-    normalization.
+    normalization in training mode.
     """
     if upstream.is_exporting() or is_plain():
         return None
@@ -168,7 +168,7 @@ class Chunk:
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
     """Concatenates the outputs of all chunks.
 
-    Outputs that are lists are concatenated to a single list.
+    Outputs that are lists are concatenated into a single list.
     """
     axes = chunks.outputs.axes
     if axes is None:

@@ -30,7 +30,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _TO_REGISTER: list[Callable[[], Any]] = []  # functions to call once dynamo is loaded
 
 
-def is_compiling() -> bool:  # dynamo may replace an alias of PyTorch's function by False
+def is_compiling() -> bool:  # dynamo may replace an alias of PyTorch's function with False
     """Returns whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 
@@ -168,9 +168,10 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 NO_DOUBLE_BACKWARD = (
-    "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
-    "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "
-    "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
+    "a function compiled by torch.compile was differentiated twice outside of the compiled code; "
+    "PyTorch has no compiled double backward (pytorch#91469) and silently drops the second "
+    "derivative. Compile the derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), "
+    "(v,)))."
 )
 
 

@@ -65,8 +65,8 @@ def tied(x: Any, function: Callable[..., Any]) -> Any:
     """Returns x with edges to the leaves that a function captures.
 
     The derivatives of x depend on the leaves that the function captures. No gradient flows along
-    the edges, but a derivative at x finds the leaves of an outer derivative through the edges, so
-    the results of the derivative are attached to the graph.
+    the edges, but a derivative of a function of x finds these leaves through the edges, so its
+    results are attached to the graph of an outer derivative.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

@@ -64,7 +64,7 @@ class _Here(threading.local):
     The class attributes are the initial counts of each thread.
     """
 
-    taken = 0  # number of derivatives so far, to detect functions that take derivatives
+    taken = 0  # number of derivatives so far, to detect functions that compute derivatives
     depth = 0  # number of derivatives whose functions are being evaluated
 
 
@@ -113,7 +113,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 
 
 def reached(fun: Fun, leaves: Tensors) -> list[bool]:
-    """See `Backend.reached`. The evaluation does not count as a derivative that f takes."""
+    """See `Backend.reached`. The call is not counted among this thread's derivatives."""
     if not differentiated(leaves):
         return [True] * len(leaves)
     engine = _eager_vjp if upstream.peek_interpreter_stack() is None else _functorch_vjp
@@ -238,7 +238,7 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """Computes the gradients of the inputs for the given cotangents.
+    """Computes the gradients with respect to the inputs for the given cotangents.
 
     A gradient is None if no output depends on the input.
     """
@@ -282,8 +282,8 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     def push(tangents: Tensors) -> Tensors:
         if lost:
             raise RuntimeError(
-                "f's backward pass records no graph (as in torch.cond), so the pushforward, "
-                "which is its derivative, is unknown; the pullback of gt.vjp is correct"
+                "f's backward pass records no graph (as in torch.cond), so its derivative, the "
+                "pushforward, is unknown; the pullback of gt.vjp is correct"
             )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
         pushed = _pulled(of, [g for g, _ in pairs], dummies, [t for _, t in pairs], True)
@@ -331,7 +331,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
                 outs, extras = fun(*xs)
             nested[0], found = _here.taken != taken, {*map(id, leaves_of(outs))}
             reached[:] = [id(x) in found for x in xs]
-        some[:] = [len(outs) > 0]  # dynamo of PyTorch 2.11 does not trace bool(list)
+        some[:] = [len(outs) > 0]  # dynamo in PyTorch 2.11 does not trace bool(list)
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
     xs = leaves if is_compiling() else [kept(fun, x) for x in as_read_now(leaves)]
@@ -342,7 +342,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
             return [None] * len(leaves)
         pairs = zip(cts, outs, strict=True)
         grads = pull(tuple([torch.zeros_like(y) if ct is None else ct for ct, y in pairs]))
-        grads = [g.view_as(g) for g in grads]  # f may return a wrapper of a level that has ended
+        grads = [g.view_as(g) for g in grads]  # a view removes the wrapper of a finished transform
         if reached:
             grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
         return in_memory(grads, leaves) if nested[0] else grads

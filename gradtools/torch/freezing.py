@@ -1,4 +1,4 @@
-"""Implements `frozen` in PyTorch by recomputed programs with a custom second derivative.
+"""Implements `frozen` in PyTorch with recomputed programs that have a custom second derivative.
 
     value       y = G(z)                 one pass; the graph is stored until the pullback runs or G
                                          is called again
@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Whether the second derivative along z is needed is known only while autograd's engine runs. Third
+Only autograd's engine, while it runs, knows whether the second derivative along z is needed. Third
 derivatives, and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. The parameters of G are constants: a derivative with respect to them raises an
 error.
@@ -90,7 +90,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 
 
 class _Second(Pull):
-    """Autograd node that computes the pullback of `_Pullback`, a second derivative of G."""
+    """Program that computes the pullback of `_Pullback`, a second derivative of G."""
 
     of: _Pullback
 
@@ -129,7 +129,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """Autograd node that computes the pullback of a call of G."""
+    """Program that computes the pullback of a call of G."""
 
     of: _Use
     pulls = _Second

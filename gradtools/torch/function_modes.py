@@ -1,10 +1,10 @@
 """Defines thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have only a first derivative, in reverse mode. If gradtools uses forward
-mode or takes a second derivative, attention uses plain operations. (The context manager
+mode or computes a second derivative, attention uses plain operations. (The context manager
 `torch.nn.attention.sdpa_kernel` is not used, because it sets process-wide flags: if two threads
-exit in the order in which they entered, flash attention stays disabled.) Normalization layers
-use `normalization.PROGRAMS`.
+exit in the order in which they entered, flash attention stays disabled.) Normalization layers use
+`normalization.PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OwnMode(TorchFunctionMode):
 
 
 class PlainAttention(OwnMode):
-    """Computes attention by plain operations, but calls PyTorch's normalization functions."""
+    """Computes attention with plain operations, but calls PyTorch's normalization functions."""
 
     programs = _ATTENTION
 
@@ -102,7 +102,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Computes attention and norms by operations that support jvp, vmap and double backward."""
+    """Computes attention and norms with operations that support jvp, vmap and double backward."""
 
     programs = _PLAIN_KERNELS
 
@@ -115,7 +115,7 @@ def plain_kernels_are_on() -> bool:
 
 
 class MappedNorms(OwnMode):
-    """Replaces a normalization function by its entry in `NORMS` if two levels differentiate it."""
+    """Replaces a normalization with its entry in `NORMS` if two levels differentiate it."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,7 +154,7 @@ class OneTangent(PlainAttention):
             # Inside of a `torch.autograd.Function`, autograd has already disabled graphs or
             # tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
-            if args[0] and self._stopped >= levels:  # an inner torch.func.grad has more levels
+            if args[0] and self._stopped >= levels:  # torch.func.grad adds a level
                 upstream.set_forward_mode_enabled(True)
                 self._stopped = 0
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 is_wrapped = upstream.is_wrapped
 PLAIN = frozenset([Tensor, torch.nn.Parameter])
-"""The tensor classes of PyTorch that are not user-defined subclasses."""
+"""The classes of plain tensors; subclasses such as DTensor are excluded."""
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def levels_differentiating(xs: Iterable[Any]) -> set[int]:
 
     A level is the number of a functorch transform, `OF_AUTOGRAD` for autograd's graph, or
     `OF_DUAL_NUMBERS` for forward mode outside of functorch. Inside of functorch, tangents of
-    forward mode are not visible, so every floating tensor of xs counts as differentiated if a level
-    of forward mode is active.
+    forward mode are not visible, so every floating or complex tensor of xs counts as differentiated
+    if a level of forward mode is active.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
@@ -162,7 +162,7 @@ def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) ->
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros, unless the entry of `likes` is None."""
+    """Replaces None in `values` with zeros, unless the entry of `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]
 

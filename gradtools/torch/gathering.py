@@ -50,7 +50,7 @@ def values_of_ranks(value: Any, group: Any) -> list[Any]:
 
 
 def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
-    """Replaces each tensor in place by its sum over the processes.
+    """Replaces each tensor in place with its sum over the processes.
 
     The tensors must have no graph.
     """

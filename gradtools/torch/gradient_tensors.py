@@ -60,7 +60,7 @@ def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
 
 
 def in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
-    """Replaces symbolic zeros, which forward mode creates, by allocated zeros."""
+    """Replaces symbolic zeros, which forward mode creates, with allocated zeros."""
     return [
         x if x is None else tangent_in_memory(x, like) for x, like in zip(xs, likes, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Implements host kernels in PyTorch by one custom operator, which looks up a kernel by its key.
+"""Implements host kernels in PyTorch with one custom operator, which looks up a kernel by its key.
 
 A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
 operator has an implementation for fake tensors and a vmap rule. The derivative is defined by the

@@ -1,4 +1,4 @@
-"""Adds advice to errors of PyTorch for which gradtools has an alternative.
+"""Adds advice to PyTorch errors for which gradtools has an alternative.
 
 PyTorch raises a RuntimeError for most failures, so an error is identified by its text, and by the
 frame that raised the error, which must be in PyTorch. Other errors propagate unchanged. Only this
@@ -35,7 +35,7 @@ def known(error: BaseException, table: Mapping[str, T]) -> T | None:
 
 
 class explained:
-    """Context manager around a vmap: raises known errors of PyTorch again, with advice."""
+    """Context manager around a vmap: raises known PyTorch errors again, with advice."""
 
     __slots__ = ("caller",)
 
@@ -51,9 +51,10 @@ class explained:
 
 
 def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = False) -> None:
-    """Raises a known error of PyTorch again, with advice. Does nothing for other errors.
+    """Raises a known PyTorch error again, with advice. Does nothing for other errors.
 
-    mapped: Whether to include advice for errors of vmap, which is always included inside of vmap.
+    mapped: Whether to include advice for vmap errors; inside of vmap, this advice is always
+        included.
     """
     said = _torch_says(error)
     levels = upstream.get_interpreter_stack() or ()
@@ -67,11 +68,11 @@ def explain(caller: str, error: RuntimeError | AssertionError, mapped: bool = Fa
 # The advice for errors for which gradtools has an alternative, keyed by patterns of their texts.
 _ADVICE = {
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
-        "f changes a tensor in place that all examples share (such as batch normalization's "
-        "running statistics in training mode), or its own example, which torch.func's transforms "
-        "reject. Put the module in evaluation mode, call make_functional on it, or pass "
-        "chunk_size=1 (a plain loop) to per_example_grad or jacobian; clone an example before "
-        "you write into it (row.clone())."
+        "f changes an example, or a tensor that all examples share (such as batch normalization's "
+        "running statistics in training mode), in place, which torch.func's transforms reject. Put "
+        "the module in evaluation mode, call make_functional on it, or pass chunk_size=1 (a plain "
+        "loop) to per_example_grad or jacobian; clone an example before you write into it "
+        "(row.clone())."
     ),
     "leaf Variable that requires grad is being used in an in-place|being modified inplace": (
         "f writes in place into an argument that is differentiated, into a view of it, or into "
@@ -89,9 +90,9 @@ _ADVICE = {
         "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
     "yet support saved tensor hooks|use_reentrant=True": (
-        "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
-        "them, which torch.func's transforms do not support; a reentrant checkpoint also "
-        "lacks derivatives with respect to chosen inputs. Use gt.checkpoint in its place."
+        "f contains torch.utils.checkpoint or other saved_tensors_hooks, or is called inside of "
+        "them. torch.func's transforms do not support these hooks, and a reentrant checkpoint "
+        "does not support derivatives with respect to selected inputs. Use gt.checkpoint instead."
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f contains an operation without forward mode in PyTorch. Use "
@@ -105,20 +106,20 @@ _ADVICE = {
         "the pullback."
     ),
     "aten::_scaled_dot_product": (
-        "PyTorch has only first derivatives of fused attention. For higher derivatives gradtools "
-        "uses plain operations if it takes all derivatives and there is no dropout: in f use "
-        "gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead of jvp "
-        "of a pullback."
+        "PyTorch supports only first derivatives of fused attention. For higher derivatives "
+        "gradtools uses plain operations if it computes all derivatives and there is no dropout: "
+        "in f use gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead "
+        "of jvp of a pullback."
     ),
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
         'mode instead, with gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or '
-        "compose the operation of other operations."
+        "express the operation in terms of other operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
         "f converts a tensor with numpy(), which stops gradients. Use PyTorch's operations, or "
-        "a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
-        "gt.straight_through gives it a surrogate's derivative."
+        "a gt.host_function with a rule; x.detach().numpy() is a constant, to which "
+        "gt.straight_through gives the derivative of a surrogate."
     ),
     "does not currently support double backward": (
         "f contains a function that torch.compile compiled, whose backward pass PyTorch cannot "
@@ -126,8 +127,8 @@ _ADVICE = {
         "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
     "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
-        "f sets a gradient hook or takes a derivative with PyTorch's functions, but runs in "
-        "forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
+        "f registers a gradient hook or computes a derivative with PyTorch's functions, but runs "
+        "in forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
         "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
     ),
 }
@@ -135,8 +136,8 @@ _ADVICE = {
 # The advice for errors that have other causes outside of vmap.
 _MAPPED = {
     "doesn't match the broadcast shape|stack expects each tensor to be equal size": (
-        "in PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
-        "size of a result depends on values. If f runs on one example alone, pass chunk_size=1 (a "
+        "under PyTorch's vmap, f writes an example in place into a tensor that it creates, or the "
+        "size of a result depends on values. If f accepts a single example, pass chunk_size=1 (a "
         "plain loop without transforms) to per_example_grad or jacobian; for a Hessian use "
         "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),

@@ -1,11 +1,11 @@
-"""Builds the graph of a derivative with respect to a module in a backward pass (a lazy graph).
+"""Builds the graph of a derivative with respect to modules in the backward pass (a lazy graph).
 
     results = g(p)        backward: evaluates g again with a graph, and computes the pullback
 
-Building the graph of a derivative takes as long as the derivative, and training steps do not need
-the graph. An operator therefore computes results without a graph, and a node of `recomputation.py`
-attaches the results to the leaves on which f depends. The second evaluation also builds the graph
-for higher derivatives.
+Building the graph of a derivative takes as long as computing the derivative, and training steps do
+not need the graph. An operator therefore computes results without a graph, and a node of
+`recomputation.py` attaches the results to the leaves on which f depends. The second evaluation also
+builds the graph for higher derivatives.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
 
 
 def is_nested() -> bool:
-    """Returns whether a transform of torch.func or forward mode is active."""
+    """Returns whether a torch.func transform or forward mode is active."""
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
@@ -80,13 +80,13 @@ class LazyGraph(Program):
     arguments.
     """
 
-    inlines = False  # derivatives are taken at the leaves, not at aliases
+    inlines = False  # derivatives are with respect to the leaves, not aliases
     otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
         super().__init__("", list, held, RunState.now(held))
-        self.deferred = True  # whether the engine frees the graph
+        self.deferred = True  # whether the backward pass builds the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves on which f depends, by id
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
@@ -113,7 +113,7 @@ class LazyGraph(Program):
         """Returns a tree of results that are differentiable with respect to the leaves.
 
         again: A function that recomputes the results as `select(again())`, or as `again()` if
-        select is None.
+            select is None.
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results

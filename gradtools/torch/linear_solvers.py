@@ -1,6 +1,6 @@
 """Implements conjugate gradients, GMRES and a dense solver for `implicit_solution`.
 
-Conjugate gradients and GMRES stop if the relative residual is below a tolerance. Under vmap the
+Conjugate gradients and GMRES stop when the relative residual is below a tolerance. Under vmap the
 value of the residual cannot be read, so both solvers run the maximum number of iterations.
 
 Source: Saad, Iterative methods for sparse linear systems, 2003, algorithms 6.18 and 6.9.

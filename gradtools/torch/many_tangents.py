@@ -56,7 +56,7 @@ def jvps(
     except NotImplementedError as error:
         raise GradtoolsError(
             f"{caller_of(fun)}: G has no forward mode in PyTorch. PyTorch says: {error} "
-            "Take the derivative by gt.grad through gt.frozen(G), which needs no forward mode."
+            "Take the derivative with gt.grad through gt.frozen(G), which needs no forward mode."
         ) from error
     outs, extras, _ = rows[0]
     every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)
@@ -94,7 +94,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes the outputs, and the tangents by the transpose of the pullback."""
+        """Computes the outputs and, by transposing the pullback, the tangents."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -119,7 +119,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the `Held` of `fun`, of the user's function in `fun`, and of their arguments."""
+    """Returns the `Held` of `fun`, of the user's function that it wraps, and of their arguments."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -1,8 +1,8 @@
 """Implements `retained_gradients` in PyTorch, with a single evaluation of eager code.
 
-The first evaluation of a mark creates a leaf tensor, and autograd computes the gradients of the
-arguments and of the created leaves. Inside of torch.func's transforms, the leaf tensors must exist
-before f runs.
+The first evaluation of a mark creates a leaf tensor, and autograd computes the gradients with
+respect to the arguments and the created leaves. Inside of torch.func's transforms, the leaf tensors
+must exist before f runs.
 """
 
 from __future__ import annotations

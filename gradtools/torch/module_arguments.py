@@ -2,15 +2,15 @@
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f receives the user's module, not a copy. Classes, attributes, parameter hooks, outside references
+f receives the user's module, not a copy. Classes, attributes, parameter hooks, external references
 to parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
 dictionary that maps the names of parameters to gradients. A module may be anywhere in a tree: in a
 list, a dictionary or a dataclass. The graph of a result is built in the backward pass of the result
 (see `lazy_graphs`).
 
-Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-In these cases f receives a structural copy of the module, as in `make_functional`. Code that still
-reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
+Under vmap, under torch.func and in forward mode, a parameter is replaced by a batched or dual
+tensor. In these cases f receives a structural copy of the module, as in `make_functional`. Code
+that still reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def opened(
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
                 "code cannot differentiate. Call gt.make_functional(module) outside, and "
-                "differentiate apply to params; or do not compile this derivative."
+                "differentiate apply with respect to params; or do not compile this derivative."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)
@@ -86,12 +86,12 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
 
 
 def part_of(tree: Any) -> Any:
-    """Replaces each module in the tree by the dictionary of its differentiated parameters."""
+    """Replaces each module in the tree with the dictionary of its differentiated parameters."""
     return with_parts(tree, lambda module: _differentiated(ModuleTree.of(module)))
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
-    """Replaces each module in the tree by `part(module)`."""
+    """Replaces each module in the tree with `part(module)`."""
     if isinstance(tree, Tensor) or not _holds_module(tree):
         return tree
     leaves, treedef = _flattened(tree)

@@ -5,9 +5,10 @@ several threads call it. Here each call builds a structural copy (`Copy`) instea
 have their own dictionaries with the given parameters and clones of the given buffers. All other
 attributes of the module are shared, including hooks. References inside of the module to its own
 tensors and submodules (tied tensors, shared submodules, bound methods, lists of weights, plain
-objects) are replaced by references to the copy. If closures and other objects still read the
-module's own tensors, operations of the call read the given tensors instead. ``make_functional``
-makes a first copy, and each call of ``apply`` copies the first copy.
+objects) are replaced by references to the copy. If closures and other objects still refer to the
+module's own tensors, a function mode replaces these tensors with the given tensors in all
+operations. ``make_functional`` makes a first copy, and each call of ``apply`` copies the first
+copy.
 
 ``torch.compile`` cannot trace the construction of copies; in compiled code, ``functional_call`` is
 applied to another private copy instead. ``gradtools.models`` documents the public name.
@@ -287,7 +288,7 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Replaces references to tensors and modules of a tree by references to the copy.
+    """Replaces references to tensors and modules of a tree with references to the copy.
 
     Args:
         own: Maps the id of an object to the replacement of the object.
@@ -386,15 +387,15 @@ _FIXES = {
 
 
 def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
-    check_names(what, given, shapes, "name to tensor")
+    check_names(what, given, shapes, "names to tensors")
     for name, shape in shapes.items():
         x = given[name]
         if not isinstance(x, Tensor):
             raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {x!r}.")
         if x.shape != shape and what == "params":
             raise GradtoolsError(
-                f"apply: params[{name!r}] has shape {tuple(x.shape)}, the module's "
-                f"parameter has shape {tuple(shape)}. Pass a tensor of the latter shape."
+                f"apply: params[{name!r}] has shape {tuple(x.shape)}, but the "
+                f"module's parameter has shape {tuple(shape)}. Pass a tensor of the latter shape."
             )
 
 

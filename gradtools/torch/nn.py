@@ -1,8 +1,8 @@
 """Defines the layer `GradientReversal` for ``torch.nn`` models.
 
-The forward pass is the identity; the backward pass multiplies by -scale. Layers before
-`GradientReversal` ascend the loss that layers after `GradientReversal` descend (Ganin and
-Lempitsky, ICML 2015, arXiv:1409.7495).
+The forward pass is the identity; the backward pass multiplies by -scale. The layers before
+`GradientReversal` maximize the loss that the layers after it minimize (Ganin and Lempitsky, ICML
+2015, arXiv:1409.7495).
 """
 
 from typing import Any

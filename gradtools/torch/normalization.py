@@ -1,4 +1,4 @@
-"""Computes layer, batch, group and instance norm, and distances, by elementary operations.
+"""Computes layer, batch, group and instance norm, and distances, with elementary operations.
 
 The fused kernels also return the mean and the inverse standard deviation, which PyTorch's vmap and
 jvp rules treat as constants. In torch.func, derivatives of tangents and of gradients under vmap are
@@ -93,7 +93,7 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the statistics of the input in training, otherwise by running statistics.
+    """Normalizes with the statistics of the input in training, otherwise with running statistics.
 
     how: The remaining arguments of the kernel: `training`, `momentum`, `eps` and the cuDNN flag.
     """
@@ -157,7 +157,8 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """Returns x with a tangent of zeros if `like` has a tangent and x does not.
 
-    For an x without a tangent, PyTorch creates a symbolic zero, which is a hundred times slower.
+    For an x without a tangent, PyTorch creates a symbolic zero; operations on it are a hundred
+    times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x
@@ -181,4 +182,4 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.instance_norm: partial(_functional, instance_norm, True),
     torch.cdist: cdist,
 }
-"""Maps functions of PyTorch to functions of this module that replace them."""
+"""Maps PyTorch functions to the functions of this module that replace them."""

@@ -1,8 +1,8 @@
 """Defines thread-local marks that identify gradtools' internal operations in recordings.
 
-A recording of a user's program also contains internal operations of gradtools. The functions of
-this module mark a `detach` as an internal operation, with a reason. The class attribute
-`recorded_as` of a Function is its name in recordings.
+A recording of a user's program also contains gradtools' internal operations. The functions of this
+module mark a `detach` as an internal operation, with a reason. The class attribute `recorded_as` of
+a Function is its name in recordings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ reason_of_detach: Callable[[], str] = partial(getattr, running, "reason")
 
 
 def detached(x: Tensor, reason: str) -> Tensor:
-    """Detaches x, and marks the `detach` as an operation of gradtools."""
+    """Detaches x, and marks the `detach` as gradtools' own operation."""
     before, running.reason = running.reason, reason
     try:
         return x.detach()

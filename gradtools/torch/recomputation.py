@@ -114,7 +114,7 @@ class Program:
         self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # torch.func adds gradients in another order
+        self.eager = not levels  # torch.func adds gradients in a different order
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -159,8 +159,8 @@ class Program:
             what = "changes an argument in place" if changed else read
             warn_once(
                 (self.caller, what),
-                f"{self.caller}: f {what}, so it is not recomputed: its graph is kept in "
-                "memory. Clone the argument, or pass the tensor as an argument.",
+                f"{self.caller}: f {what}, so f is not recomputed, and its graph is kept "
+                "in memory. Clone the argument, or pass the tensor as an argument.",
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]
@@ -191,7 +191,7 @@ class Program:
         return [*captured, *xs]
 
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
-        """Attaches the known outputs to xs and the sources by one autograd node."""
+        """Attaches the known outputs to xs and the sources with one autograd node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
         # Captured tensors with a graph become arguments, at which the graph of f ends.
@@ -240,7 +240,7 @@ class Program:
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """Calls f, and replaces captured tensors by the first arguments."""
+        """Calls f, and replaces captured tensors with the first arguments."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
@@ -262,7 +262,7 @@ class Program:
             written = upstream.version_of(first) != version
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
-                    f"{self.caller}: f returns other values when it is computed again in the "
+                    f"{self.caller}: f returns different values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. f depends on state "
                     "other than its arguments, random streams and the buffers of modules: an "
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
@@ -361,10 +361,10 @@ class Pull(Program):
             lost = [x for x in lost if id(x) in known]
             if lost and not {*map(node_of, lost)} <= {*nodes_of(ys)}:
                 raise GradtoolsError(
-                    f"{self.caller}: f depends on other tensors when it is computed again in the "
-                    "backward pass: a parameter was replaced (by a cached parametrization, an "
-                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass "
-                    "the tensor as an argument."
+                    f"{self.caller}: f depends on different tensors when it is computed again in "
+                    "the backward pass: a parameter was replaced (by a cached parametrization, an "
+                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass the "
+                    "tensor as an argument."
                 )
         return [*zip(ends, grads, strict=True)]
 
@@ -411,7 +411,7 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """Computes the gradients with respect to xs by autograd's engine.
+    """Calls autograd's engine to compute the gradients with respect to xs.
 
     The gradient of an unused tensor is None.
     """
@@ -430,7 +430,7 @@ def gradients(
 
 
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
-    """Returns an argument of f: a view of x, or of a new leaf if the graph of x is not needed."""
+    """Returns the tensor to pass to f for x: x detached, a view of x, or a view of a new leaf."""
     if not (x.requires_grad or wanted):
         return x.detach()
     x = x if create and x.requires_grad else x.detach().requires_grad_()
@@ -449,7 +449,8 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # recorders patch this method
+        # `gradtools.seeing` patches this method.
+        apply = super(torch.autograd.Function, _Node).apply
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 

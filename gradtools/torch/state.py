@@ -131,19 +131,19 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# The latest states of Python's and NumPy's generators, and the memory of the states. Copying a
-# state takes longer than evaluating a small layer, so a state is copied only if its memory has
-# changed.
+# The latest states of Python's and NumPy's generators, and the bytes of the generators' memory.
+# Copying a state takes longer than evaluating a small layer, so a state is copied only if its
+# memory has changed.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:
-    """Reads the memory of the Mersenne Twister. Returns b"" for other generators of NumPy.
+    """Reads the memory of a Mersenne Twister generator. Returns b"" for NumPy's other generators.
 
-    The result for Python also contains the second number of a Gaussian pair. NumPy stores the
-    second number only in the state.
+    For Python, the result also contains the cached second number of a Gaussian pair. NumPy stores
+    this number only in the state.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -331,10 +331,10 @@ def _version(buffer: Tensor) -> int:
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     """Returns whether a buffer still has the contents of the copy.
 
-    Version counters detect changes, except for normalization statistics in training, whose kernels
-    do not increment version counters. Small buffers on the CPU are therefore compared by value. On
-    other devices, a comparison would wait for the device, so buffers of modules in training count
-    as changed.
+    Version counters detect changes, except for normalization statistics in training, which kernels
+    update without incrementing version counters. Small buffers on the CPU are therefore compared by
+    value. On other devices, a comparison would wait for the device, so buffers of modules in
+    training count as changed.
     """
     same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake tensors have no values

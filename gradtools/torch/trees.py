@@ -22,7 +22,7 @@ class TreeDef:
     """The structure of a pytree.
 
     Attributes:
-        spec: The TreeSpec of PyTorch, in which None is a leaf.
+        spec: PyTorch's TreeSpec, in which None is a leaf.
         present: For each leaf of `spec`, whether it is not None.
         keys: The keys if the tree is a flat dictionary of tensors, which has a fast path; otherwise
             None.

@@ -189,7 +189,7 @@ PROGRAMS = {
     ),
     "make_functional without libraries": Program(
         failing("import gradtools.jax as gt; gt.make_functional(object())", "Exception"),
-        "given as make_functional(module, variables=variables).",
+        "variables: make_functional(module, variables=variables).",
         ("jax",),
         ("torch", *MODULES),
     ),

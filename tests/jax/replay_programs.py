@@ -294,7 +294,7 @@ def _with_ref(w: Any, x: Any) -> Any:
 
 _plainly("a scan in f", _scan)
 _plainly("a while loop that carries no derivative", _while)
-_plainly("a mutable array created by f", _with_ref, "f makes a mutable array")
+_plainly("a mutable array created by f", _with_ref, "f creates a mutable array")
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
 _plainly("an f that couples the examples", lambda w, x: encode(w, x - x.mean(0)))
 

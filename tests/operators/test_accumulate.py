@@ -286,7 +286,7 @@ def test_no_tracer_leaks_into_an_accumulator(jax_gt):
         return g
 
     for transform in (jax.jit, jax.vmap, lambda f: jax.grad(lambda g: f(g).sum())):
-        with pytest.raises(GradtoolsError, match=r"made outside of the transformation"):
+        with pytest.raises(GradtoolsError, match=r"created outside of the transformation"):
             transform(step)(np.ones(2, np.float32))
     jax.jit(leak)(np.ones(2, np.float32))
     with pytest.raises(GradtoolsError, match=r"inside of a transformation that has ended"):
@@ -297,7 +297,7 @@ def test_no_functorch_tensor_leaks_into_an_accumulator(torch_gt):
     import torch
 
     acc = torch_gt.GradientAccumulator()
-    with pytest.raises(GradtoolsError, match="made outside of the transformation"):
+    with pytest.raises(GradtoolsError, match="created outside of the transformation"):
         torch.func.vmap(lambda g: (acc.add(g), g)[1])(torch.ones(2))
     inside = torch.func.grad(lambda x: (x * _added(torch_gt, x.detach())).sum())(torch.ones(2))
     np.testing.assert_array_equal(inside.numpy(), [2.0, 2.0])

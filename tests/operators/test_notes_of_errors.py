@@ -20,7 +20,7 @@ def test_per_example_grad_says_that_f_sees_one_example(gt):
             raise ValueError("expected 2D input")
         return (x @ w).sum()
 
-    assert "f gets one example, without the batch axis; x[None] adds it" in notes(
+    assert "f receives one example, without the batch axis; x[None] adds it" in notes(
         lambda: gt.per_example_grad(f)(w, x)
     )
 

@@ -158,7 +158,7 @@ def test_stopped_data_that_leaves_is_a_note():
     with checked() as report:
         gt.grad(lambda x: (x * x.detach().mean().item()).sum())(torch.from_numpy(X))
     assert report.compared == 1
-    assert report.notes[0].startswith("a stopped value leaves PyTorch by item() (test_checked.py:")
+    assert report.notes[0].startswith("a stopped value leaves PyTorch via item() (test_checked.py:")
 
 
 PROGRAM = """

@@ -211,11 +211,11 @@ TORCH = {  # grouped by the part of the program that the error names
     "a hook (test_checked_faults.py:": lambda torch: _hooked(lambda g: 2 * g),
     "a hook": lambda torch: _hooked(lambda g: g.clamp(-0.1, 0.1)),
     "a backward hook": _module_hook,
-    "the value that leaves PyTorch by float() (test_checked_faults.py:": lambda torch: (
+    "the value that leaves PyTorch via float() (test_checked_faults.py:": lambda torch: (
         lambda x: (x * 2).sum() * float((x**3).mean())
     ),
-    "by item()": lambda torch: lambda x: (x * 2).sum() * (x**3).mean().item(),
-    "by tolist()": lambda torch: lambda x: (x * torch.tensor(x.tolist(), dtype=x.dtype)).sum(),
+    "via item()": lambda torch: lambda x: (x * 2).sum() * (x**3).mean().item(),
+    "via tolist()": lambda torch: lambda x: (x * torch.tensor(x.tolist(), dtype=x.dtype)).sum(),
 }
 
 

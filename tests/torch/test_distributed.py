@@ -421,5 +421,5 @@ def test_token_means_over_ranks_and_steps_are_the_gradient_of_all_examples(proce
 def test_token_means_of_fsdp2_and_what_it_refuses(processes):
     for found, expected, (unequal, pure) in found_by(processes, "token_means_of_fsdp"):
         assert close(found, expected, 1e-14)
-        assert "the ranks gave weights [1, 2" in unequal
+        assert "a DTensor with the weights [1, 2" in unequal
         assert "grad: the module is a FSDPModule" in pure and "backward()" in pure

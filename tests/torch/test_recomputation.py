@@ -114,7 +114,7 @@ def test_how_often_outputs_are_compared(verify):
 
     step(0)
     if verify is True:
-        with pytest.raises(GradtoolsError, match="returns other values"):
+        with pytest.raises(GradtoolsError, match="returns different values"):
             step(1)
     else:
         step(1)  # `verify` compares values only in the first backward pass, or never

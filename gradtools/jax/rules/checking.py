@@ -32,7 +32,7 @@ def loss_of(
     """Describes a term that the transposition of a user's map would drop, or returns "".
 
     which: The name of the map, "tangent" or "cotangent". The map is linear in vectors with the
-    avals `likes`.
+        avals `likes`.
     """
     if rule.contract is None:
         return ""
@@ -50,7 +50,7 @@ def loss_of(
                 lost = [f and not r for f, r in zip(raw, reached, strict=True)]
                 if any(lost):
                     return (
-                        f"transposing {who} loses {which} {lost.index(True)}, which passes through "
+                        f"transposing {who} drops {which} {lost.index(True)}, which passes through "
                         "an operation without a derivative (a stopped gradient, an integer, a "
                         "comparison). Make the map linear, or give the other mode's rule.",
                     )
@@ -60,7 +60,7 @@ def loss_of(
             if known and np.any(np.nan_to_num(np.asarray(y))):
                 return (
                     f"{who} is not zero where every {which} is zero (result {i}), so it is not "
-                    f"linear, and transposing it loses the constant part. Did you forget to "
+                    f"linear, and transposing it drops the constant part. Did you forget to "
                     f"multiply by the {which}?",
                 )
         return ("",)
@@ -145,7 +145,9 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
         )
         same = True
     if not same:
-        raise ValueError(f"{rule.name} is not linear in the inputs by which it is transposed")
+        raise ValueError(
+            f"{rule.name} is not linear in the inputs with respect to which it is transposed"
+        )
     _LINEAR.add(rule.origin)
 
 

@@ -1,7 +1,7 @@
-"""Defines rules in JAX by primitives with a jvp (the tangent map) and a transpose.
+"""Defines rules in JAX as primitives with a jvp (the tangent map) and a transpose.
 
-JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
-of gradtools support both:
+JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). gradtools'
+primitives support both:
 
     primal     y = f(x)            its jvp binds primal, or value, and tangent
     value      y = f(x), known     an output of a forward pass that also returns extras
@@ -11,7 +11,7 @@ A rule is *linearized* when it is first differentiated. Linearization determines
 the rule's maps, and derives a missing map by transposing the other map. The forward pass of a
 linearized rule also returns residuals that are neither inputs nor outputs (*extras*). An extra is
 differentiated through the code that computed the extra. An output is differentiated by the rule, at
-every order. The jvp of the maps with respect to their residuals is the jvp of the Python code.
+every order. The jvp of the maps with respect to their residuals is the jvp of their Python code.
 Unlike the rule of a `custom_jvp`, the rule of a primitive remains active inside of scan, cond,
 remat and jit.
 
@@ -251,12 +251,12 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
 
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
-    """Transposes a rule inside of a linear function, by its pullback at zero."""
+    """Transposes a rule inside of a linear function, with the pullback of the rule at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     is_lifted = isinstance(rule, TracedRule) and rule.lift is not None
     if is_lifted or rule.origin in local_list("linearizing"):
         # The rule of a linear function may call the function itself. A transposition by the rule
-        # would then recurse forever, so the code of the primal is transposed.
+        # would then recurse infinitely, so the code of the primal is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
         run = lambda *moved: eval_primal(*replaced_where(xs, unknown, moved), rule=rule)
         transposed = jax.linear_transpose(run, *likes)

@@ -1,7 +1,7 @@
 """Linearizes a rule: creates jvp and vjp maps whose residuals are explicit inputs.
 
-Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses the
-convention of JAX. The function `_native` converts the maps of a rule to this convention.
+Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
+convention. The function `_native` converts the maps of a rule to this convention.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _is_transformed(x: Any) -> bool:
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """Returns the rule with both maps and explicit residuals.
 
-    The maps of the result follow the convention of JAX: cotangents are conjugated, and only
-    floating outputs have cotangents and tangents.
+    The maps of the result follow JAX's convention: cotangents are conjugated, and only floating
+    outputs have cotangents and tangents.
 
     perturbed: For a rule with `symbolic_zeros`, whether each input is differentiated. The maps are
         then valid only for the differentiated inputs.
@@ -130,7 +130,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
-    """Returns the forward pass, and a function that returns the linearized rule afterwards.
+    """Returns the forward pass, and a function that then returns the linearized rule.
 
     The forward pass returns outputs and extras. The second function may be called with a function
     that repeats the forward pass.
@@ -300,7 +300,7 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # The arrays that the primal captured may have been batched or belong to another trace, so
         # entries of xs replace these arrays. The closure references the captured arrays, because a
-        # new array may get the id of a deleted array.
+        # new array may have the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -401,7 +401,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros. Where `examples` contains None, the result is None."""
+    """Replaces None in `values` with zeros. Where `examples` contains None, the result is None."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

@@ -217,7 +217,7 @@ class _Vmaps:
     """The vmap functions that `rules.batched` requires from a framework.
 
     Attributes:
-        axis: The AxisData of JAX: the size and the names of the mapped axis.
+        axis: JAX's AxisData: the size and the names of the mapped axis.
     """
 
     axis: Any

@@ -30,8 +30,8 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map calls the function itself, directly or through "
             f"the rule of another function, so transposing the {which} map for the other mode "
-            "recurses without end. Give the missing map as well: defvjp(fwd, bwd) where there is a "
-            "forward rule, defjvp(rule) where there is a reverse rule."
+            "recurses infinitely. Give the missing map as well: defvjp(fwd, bwd) if there is a "
+            "forward rule, defjvp(rule) if there is a reverse rule."
         ) from error
     except NOT_LINEAR as error:
         if not is_of("jax", error):
@@ -44,7 +44,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Applies the transpose by the pullback at zero, for values that vary over axes of shard_map.
+    """Applies the transpose as the pullback at zero, for values that vary over axes of shard_map.
 
     `jax.linear_transpose` cannot express varying types (check_vma=True). The map is linear if the
     jaxpr of the pullback does not depend on the point; otherwise an error is raised.
@@ -58,8 +58,8 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
-        # The map is a single equation of gradtools, such as the backward pass of a host function.
-        # The linearity of the map is checked numerically, because its jaxpr is not known.
+        # The map is a single gradtools equation, such as the backward pass of a host function. The
+        # linearity of the map is checked numerically, because its jaxpr is not known.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)
@@ -73,7 +73,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
-    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, conjugated as in gradtools."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, in gradtools' convention."""
 
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]

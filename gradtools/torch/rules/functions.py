@@ -38,9 +38,9 @@ class BatchedRule(Rule):
     """A rule with a custom batching rule.
 
     Attributes:
-        batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns a rule that is
-            applied to the whole batch, its inputs, and a function that maps its outputs to their
-            batch axes.
+        batching_rule: Called as `batching_rule(size, axes, xs, randomness)`; returns the
+            batched rule, the inputs of that rule, and a function that maps outputs of the rule to
+            their batch axes.
     """
 
     batching_rule: Callable[..., Any]
@@ -122,7 +122,7 @@ class Application:
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Replaces repeated tensors in xs by views, since autograd identifies inputs by identity."""
+    """Replaces repeated tensors in xs with views, since autograd tells inputs apart by identity."""
     if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return xs
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
@@ -132,8 +132,8 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the outputs and extras of an application, attached to an autograd node."""
     inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
-    # Outside of torch.func, this call skips the checks of `Function.apply`. Recorders patch this
-    # call.
+    # Outside of torch.func, this call skips the checks of `Function.apply`. `gradtools.seeing`
+    # patches this call.
     kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
     return kind.apply(point, *apart(xs))
 
@@ -241,7 +241,7 @@ for _kind in (RuleFunction, Attached):
 
 
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """Clones each tensor in ys that shares memory with another tensor in ys or in `others`.
+    """Clones each tensor in ys that shares memory with an earlier tensor in ys or with `others`.
 
     Autograd does not track that an in-place write to one tensor changes another tensor.
     """

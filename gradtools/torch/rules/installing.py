@@ -118,8 +118,8 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
         warn(
             f"torch.export: the program contains the values of {rule.name}, but not its "
-            "derivative: its outputs are constants to autograd. Train the model before it "
-            "is exported; if the values are enough, call torch.export.export under "
+            "derivative: autograd treats its outputs as constants. Train the model before it "
+            "is exported; if only the values are needed, call torch.export.export under "
             "torch.no_grad()."
         )
     return [y.detach() for y in ys]

@@ -183,7 +183,7 @@ class Signature:
     #
     # The tangent map T(x) of the rule is recorded in the graph of the call, and autograd transposes
     # it. T(x) dx is linear in dx, so the transpose does not depend on dx. The map is recorded with
-    # x as dx, so the backward pass adds the cotangent to the gradient of x.
+    # x as dx, so the backward pass adds T(x)^H y' to the gradient of x.
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
         """Evaluates the forward rule once.

@@ -6,11 +6,11 @@ Differentiation of a nonlinear map would give a wrong result, so `checking.py` f
 map is linear. Extras are differentiated through the code that computed them, by a second evaluation
 of the rule.
 
-A rule that applies itself to tangents would recurse forever. The forward rule of a linear function
-f may be the function itself, df(x)[t] = f(t). Transposing this rule needs the derivative of t ->
-f(t), which by the rule is df(t)[s] = f(s), and so on. A linear function is its own derivative, so
-the code of f is transposed instead of the rule. JAX similarly evaluates a `custom_jvp` as plain
-code when it is transposed.
+A rule that applies itself to tangents would recurse infinitely. The forward rule of a linear
+function f may be the function itself, df(x)[t] = f(t). Transposing this rule requires the
+derivative of t -> f(t), which by the rule is df(t)[s] = f(s), and so on. A linear function is its
+own derivative, so the code of f is transposed instead of the rule. JAX similarly evaluates a
+`custom_jvp` as plain code when it is transposed.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# `pull` calls torch.func directly during compilation, when the engines choose autograd, and in
+# `pull` calls torch.func directly during compilation, where the engines would use autograd, and in
 # forward mode, because autograd cannot write to tangents with overlapping memory.
 
 
@@ -290,7 +290,7 @@ def transposed(
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
-    """Raises an error if a result y of a linear map at vectors of ones is nonzero without a graph.
+    """Raises an error if a result y of a linear map at vectors of ones is nonzero but has no graph.
 
     v: The vector to which the transpose is applied. If v is zero, y is not needed.
     """
@@ -300,7 +300,7 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode is derived by transposing one of its maps, but "
             "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
-            "Compute the map with gradients on, or give the missing map as well."
+            "Compute the map with gradients enabled, or give the missing map as well."
         )
 
 

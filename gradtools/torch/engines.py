@@ -14,7 +14,6 @@ depend on a tensor that requires grad. Otherwise the results are detached, and t
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -51,24 +50,11 @@ from gradtools.torch.modes import (
     has_checkpoint,
     unpacked,
 )
-from gradtools.torch.operation_marks import evaluated_to_push
+from gradtools.torch.operation_marks import evaluated_to_push, running
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
 Push = Callable[[Tensors], Tensors]
-
-
-class _Here(threading.local):
-    """Counts the derivatives of this thread.
-
-    The class attributes are the initial counts of each thread.
-    """
-
-    taken = 0  # number of derivatives so far, to detect functions that compute derivatives
-    depth = 0  # number of derivatives whose functions are being evaluated
-
-
-_here = _Here()
 
 
 @only_inlined
@@ -133,7 +119,7 @@ def pushed(
 
 def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
     """Calls `engine(fun, *args)`, counts the derivative, and adds advice to known errors."""
-    _here.taken += 1
+    running.taken += 1
     try:
         if upstream.DYNAMO in sys.modules and upstream.compiles_here():
             return uncompiled(engine, fun, *args)
@@ -164,9 +150,9 @@ class _Evaluated(NamedTuple):
 
 
 def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
-    taken = _here.taken
+    taken = running.taken
     of = _evaluated(fun, leaves)
-    nested = _here.taken != taken
+    nested = running.taken != taken
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         try:
@@ -211,8 +197,8 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             alias = (x.clone() if x.is_inference() else without_graph(x, not keep)).requires_grad_()
             setattr(alias, SPENT, spent)
         aliases.append(alias)
-    plain = plain or _here.depth > 0 or getattr(fun, "plain_kernels", False)
-    _here.depth += 1
+    plain = plain or running.depth > 0 or getattr(fun, "plain_kernels", False)
+    running.depth += 1
     try:
         if plain:
             with PlainKernels():
@@ -220,7 +206,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
         else:
             outs, extras = fun(*aliases)
     finally:
-        _here.depth -= 1
+        running.depth -= 1
     for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # marked values
         setattr(d, SPENT, spent)
         aliases.append(d)
@@ -326,10 +312,10 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
             plain = getattr(fun, "plain_kernels", False)
             outs, extras = run_in_trace(fun, xs, plain or True in [x.requires_grad for x in leaves])
         else:
-            taken = _here.taken
+            taken = running.taken
             with kernels_of(fun):
                 outs, extras = fun(*xs)
-            nested[0], found = _here.taken != taken, {*map(id, leaves_of(outs))}
+            nested[0], found = running.taken != taken, {*map(id, leaves_of(outs))}
             reached[:] = [id(x) in found for x in xs]
         some[:] = [len(outs) > 0]  # dynamo in PyTorch 2.11 does not trace bool(list)
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)

@@ -172,25 +172,30 @@ class OneTangent(PlainAttention):
                 self._inside = before
         within, given = not torch.is_grad_enabled(), (*args, *kwargs.values()) if kwargs else args
         if not within and any(map(_requires_grad, given)):
-            tracked = [x for x in tensors_in(given) if x.requires_grad]
+            tracked = [x for x in map(_tracked, tensors_in(given)) if x is not None]
             outside = [x for x in tracked if not self._is_inside(x)]
             within = len(outside) < len(tracked)
             self.read.update((id(x), weakref.ref(x)) for x in outside)
         if within:
-            return super().__torch_function__(fun, types, args, kwargs)
-        _set_graphs(False)
-        try:
-            rule = None if kwargs or upstream.peek_interpreter_stack() else _RULES.get(fun)
-            y = None if rule is None else rule(fun, *args)
-            if y is None:
-                y = super().__torch_function__(fun, types, args, kwargs)
-        finally:
-            _set_graphs(True)
+            y = super().__torch_function__(fun, types, args, kwargs)
+        else:
+            _set_graphs(False)
+            try:
+                rule = None if kwargs or upstream.peek_interpreter_stack() else _RULES.get(fun)
+                y = None if rule is None else rule(fun, *args)
+                if y is None:
+                    y = super().__torch_function__(fun, types, args, kwargs)
+            finally:
+                _set_graphs(True)
         leaf = args[0] if y is None and args else y  # y is None for `x.requires_grad = True`
-        made = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is None
-        if made and id(leaf) not in self.read:
-            self._made[id(leaf)] = weakref.ref(leaf)
+        if isinstance(leaf, Tensor) and (leaf.requires_grad or is_wrapped(leaf)):
+            self._note(_tracked(leaf))
         return y
+
+    def _note(self, leaf: Tensor | None) -> None:
+        """Records a leaf that requires grad, which an inner derivative created."""
+        if leaf is not None and leaf.grad_fn is None and not _holds(self.read, leaf):
+            self._made[id(leaf)] = weakref.ref(leaf)
 
     def _is_inside(self, x: Tensor) -> bool:
         """Returns whether x, which requires grad, was created by an inner derivative."""
@@ -198,14 +203,28 @@ class OneTangent(PlainAttention):
             return True
         if x.grad_fn is not None:
             return upstream.sequence_of(x.grad_fn) >= self._began
-        made = self._made.get(id(x))
-        return made is not None and made() is x
+        return _holds(self._made, x)
+
+
+def _holds(tensors: dict[int, weakref.ref[Tensor]], x: Tensor) -> bool:
+    """Returns whether x is one of the tensors; the id of a freed tensor may be the id of x."""
+    ref = tensors.get(id(x))
+    return ref is not None and ref() is x
 
 
 def _requires_grad(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.requires_grad
-    return isinstance(x, (list, tuple, dict)) and any(y.requires_grad for y in tensors_in(x))
+        return x.requires_grad or (is_wrapped(x) and _tracked(x) is not None)
+    return isinstance(x, (list, tuple, dict)) and any(map(_requires_grad, tensors_in(x)))
+
+
+def _tracked(x: Tensor) -> Tensor | None:
+    """Returns x, or a tensor inside of its functorch wrappers, that requires grad, or None."""
+    while not x.requires_grad:
+        if not is_wrapped(x):
+            return None
+        x = upstream.get_unwrapped(x)
+    return x
 
 
 # --- tangents of linear operations if one operand has a tangent; otherwise None ------------------

@@ -386,3 +386,43 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])
     assert (z.grad is not None) == tracked
+
+
+def _energy(z):
+    rows = torch.linspace(-1, 1, 12, dtype=D).reshape(3, 4)
+    return torch.vmap(lambda row: (row * z).sin().sum())(rows).sum()
+
+
+def _gradients_at_new_parameters(z):
+    """Return z cos(z) six times; each inner derivative is taken at a constant."""
+    for _ in range(6):
+        z = z * nn.Parameter(torch.full((4,), 1.1, dtype=D))
+        z = gt.vjp(lambda w: (w * z).sin().sum(), torch.ones(4, dtype=D))[1](ONE)[0]
+    return z
+
+
+ONE = torch.ones((), dtype=D)
+DERIVATIVES_WITHIN = {
+    "vjp of vmap": lambda z: gt.vjp(_energy, z)[1](ONE)[0],
+    "grad of vmap": gt.grad(_energy),
+    "hvp of vmap": lambda z: gt.hvp(_energy, (z,), (z.cos(),))[1][0],
+    "linearize of vmap": lambda z: gt.linearize(_energy, z)[1](z.cos()).expand(4),
+    "linearize of an edit": lambda z: gt.linearize(lambda q: gt.scale_gradient(q, 2.0), z)[1](
+        z.cos()
+    ),
+    "new parameters": _gradients_at_new_parameters,
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES_WITHIN)
+def test_a_function_that_takes_derivatives_is_differentiated_in_forward_mode(name):
+    G, y = DERIVATIVES_WITHIN[name], torch.linspace(0.2, 1, 4, dtype=D)
+    f = lambda y, g: (y * g).sin().sum()
+    for k in range(20):  # the ids of tensors that G frees are used again
+        z = (y * (k + 1)).sin()
+        expected = gt.grad(lambda y: gt.grad(lambda z: f(y, G(z)))(z).sum())(y)
+        torch.testing.assert_close(gt.mixed_partial(f, G, y, z, torch.ones(4, dtype=D)), expected)
+        frozen, x = gt.frozen(G), z.clone().requires_grad_()
+        torch.autograd.grad((frozen(x) + frozen(2 * x)).sum(), x)
+        slope = lambda y: gt.grad(lambda z: f(y, frozen(z)))(z).sum()
+        torch.testing.assert_close(gt.grad(slope)(y), expected)

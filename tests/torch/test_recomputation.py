@@ -114,10 +114,26 @@ def test_how_often_outputs_are_compared(verify):
 
     step(0)
     if verify is True:
-        with pytest.raises(GradtoolsError, match="returns different values"):
+        with pytest.raises(GradtoolsError, match="returns other values"):
             step(1)
     else:
         step(1)  # `verify` compares values only in the first backward pass, or never
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_at_a_module_is_compared_on_its_own_scale(dtype):
+    """The large constant part of the loss must not hide that f reads another batch."""
+    module, batch = nn.Linear(3, 1).to(dtype), [_numbers(4, 3).to(dtype)]
+
+    def step(change):
+        value, _ = gt.value_and_grad(lambda m: m(batch[0]).square().mean() + 1e5)(module)
+        batch[0] = batch[0] + change
+        return torch.autograd.grad(value, module.weight)[0]
+
+    expected = torch.autograd.grad(module(batch[0]).square().mean(), module.weight)[0]
+    torch.testing.assert_close(step(0), expected)
+    with pytest.raises(GradtoolsError, match="returns other values"):
+        step(0.1)
 
 
 @pytest.mark.filterwarnings("ignore:.*batch normalization")

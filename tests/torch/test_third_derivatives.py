@@ -86,3 +86,24 @@ def test_a_rule_whose_jvp_is_that_of_layer_norm_has_a_gradient(made):
     for second in (gt.grad, torch.func.grad):
         twice = lambda f, grad=second: grad(lambda x: grad(loss(f))(x).square().sum())(X)
         torch.testing.assert_close(twice(rule), twice(plain))
+
+
+REMADE = {
+    "frozen": gt.frozen,
+    "checkpoint": gt.checkpoint,
+    "chunked": lambda f: lambda x: gt.chunked(lambda rows: f(rows[0])[None], 1)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("remade", REMADE)
+def test_a_gradient_inside_of_a_recomputed_function_uses_the_same_kernels_again(norms, remade):
+    """The inner gradient is differentiated twice more, by gt.grad and by the backward pass."""
+
+    def penalty(norm, remade):
+        forces = remade(lambda x: gt.grad(lambda x: (norm(x, W) ** 3).sum())(x))
+        x = X.clone().requires_grad_()
+        (gt.grad(lambda x: (forces(x) * T).sum())(x) * T.flip(0)).sum().backward()
+        return x.grad
+
+    ours, plain = norms
+    torch.testing.assert_close(penalty(ours, REMADE[remade]), penalty(plain, lambda f: f))

@@ -305,7 +305,9 @@ class FlatBridged(Foreign):
             guest, name = self.guest, self.name
             given = ", ".join([describe(guest.backend, x) for x in [*args, *kwargs.values()]])
             error.add_note(
-                f"{guest.operator} calls {name} with arrays of {guest.title}: {name}({given})."
+                f"{guest.operator} converts functions of {guest.title} (for functions of "
+                f"{guest.host_title} use to_{guest.name}), and calls {name} with arrays of "
+                f"{guest.title}: {name}({given})."
             )
             raise
         leaves, treedef = self.guest.backend.flatten(out)

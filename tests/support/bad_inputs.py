@@ -143,6 +143,12 @@ def adjoint(gt: Any, a: Any, of: Callable[[Any], Any]) -> Any:
     return gt.grad(lambda x: (rows(x) ** 2).sum())(a(V))
 
 
+def linearly_solved(gt: Any, a: Any, solve: Any) -> Any:
+    """Differentiate the solution of an equation with the given linear solver."""
+    root = gt.implicit_solution(lambda z, t: z - t, lambda t: 1 * t, solve)
+    return gt.grad(lambda t: gt.xp.sum(root(t)))(a(V))
+
+
 def cross_checked(**options: Any) -> None:
     """Raise an error with the first entry of `left_out` of a `cross_check` report."""
     pytest.importorskip("torch")
@@ -283,6 +289,27 @@ BAD: dict[str, Call] = {
     "a solver that also returns its steps": lambda gt, a: gt.implicit_solution(
         lambda z, t: z - t, lambda t: (t, 7)
     )(a(S)),
+    "a solver without aux": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: 1 * t, has_aux=True
+    )(a(V)),
+    "an objective in place of an equation": lambda gt, a: gt.implicit_solution(
+        lambda z, t: gt.xp.sum((z - t) ** 2), lambda t: 1 * t
+    )(a(V)),
+    "implicit_solution, solver= for linear_solve=": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: 1 * t, solver="cg"
+    ),
+    "a linear solver that returns a pair": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: (b, 0)
+    ),
+    "a linear solver that returns a column": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: b[:, None]
+    ),
+    "a linear solver without a return": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: None
+    ),
+    "a linear solver that takes a matrix": lambda gt, a: noted(
+        lambda: linearly_solved(gt, a, lambda A, b: A @ b)
+    ),
     "an equation with a derivative of NaN": lambda gt, a: gt.grad(
         gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
     )(a(S)),

@@ -138,7 +138,10 @@ class Foreign:
         """Returns the function of the differentiated inputs only, and the differentiated inputs."""
 
         def fun(*at: Array) -> tuple[list[Array], list[Array]]:
-            return select(self.run(*replaced_where(xs, moving, at))), []
+            ys = self.run(*replaced_where(xs, moving, at))
+            if chosen := select(ys):
+                self.guest.refuse_constants(self.name, ys)
+            return chosen, []
 
         fun.caller = self.guest.operator  # type: ignore[attr-defined]
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]

@@ -748,6 +748,13 @@ BAD: dict[str, Call] = {
     "static_argnames by position": lambda gt, a: gt.custom_rule(mean, static_argnames=(1,)),
     "a kernel's out that is a dtype": lambda gt, a: gt.host_function(np.sin, out=np.float64)(a(V)),
     "a kernel that returns a list": lambda gt, a: gt.host_function(lambda x: [1.0, 2.0])(a(V)),
+    "a kernel of a list of numbers": lambda gt, a: gt.host_function(np.sin)([1.0, 2.0]),
+    "an adjoint that is a matrix": lambda gt, a: gt.host_function(
+        lambda x: ROWS @ x, gt.ArraySpec((3,), "float64"), adjoint=ROWS.T
+    ),
+    "a linear kernel with a constant": lambda gt, a: pushed(
+        gt, gt.host_function(lambda x: 2 * x + 1, adjoint=lambda y: 2 * y)
+    )(a(V)),
     "an ArraySpec of an array": lambda gt, a: gt.ArraySpec(a(V), "float32"),
     "an ArraySpec without a dtype": lambda gt, a: gt.ArraySpec((2,)),
     "assign_gradients, swapped arguments": lambda gt, a: gt.assign_gradients(

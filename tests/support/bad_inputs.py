@@ -198,6 +198,12 @@ def added(gt: Any, *grads: Any) -> None:
         total.add(one)
 
 
+def averaged(gt: Any, a: Any) -> Any:
+    total = gt.GradientAccumulator()
+    total.add(a(V))
+    return total.mean(axis_name="rows")
+
+
 def target(gt: Any, a: Any) -> Any:
     """Return an array into which gradients can be accumulated."""
     x = a(V)
@@ -775,6 +781,11 @@ BAD: dict[str, Call] = {
     "GradientAccumulator.add, an array as weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)
     ),
+    "GradientAccumulator.mean over an axis that is not mapped": lambda gt, a: averaged(gt, a),
+    "all_gather over an axis that is not mapped": lambda gt, a: gt.all_gather(a(V), "rows"),
+    "all_gather of numbers": lambda gt, a: pytest.importorskip("jax").vmap(
+        lambda x: gt.all_gather(x, "rows"), axis_name="rows"
+    )(a(V)),
     "to_numpy of a dictionary": lambda gt, a: gt.to_numpy({"w": a(V)}),
     "split_key of several keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
     "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
@@ -809,6 +820,9 @@ ONLY = {
     "make_functional of a linen module's params": "jax",
     "why_zero, the optimizer as an argument": "torch",
     "why_zero, a pair of functions as optimizer": "torch",
+    "GradientAccumulator.mean over an axis that is not mapped": "jax",
+    "all_gather over an axis that is not mapped": "jax",
+    "all_gather of numbers": "jax",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

@@ -288,7 +288,10 @@ class CustomRule:
             raise
 
     def _note(self, error: Exception) -> None:
-        """Adds a note to an error of a forward rule that uses its argument tuples like arrays."""
+        """Adds a note to an error of a rule that reads traced values or uses tuples as arrays."""
+        hint = self._backend.hint_at_traced_value(error, "the function or its rule")
+        if hint and not getattr(error, "__notes__", ()):
+            error.add_note(f"{self._kind} {self.__name__}: {hint}")
         code = getattr(self.jvp, "__code__", None)
         tuples = isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error)
         if tuples and any(frame.f_code is code for frame, _ in lines_of(error)):

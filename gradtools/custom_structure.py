@@ -201,11 +201,12 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def note_arguments(self, error: Exception) -> None:
-        """Adds the order of bwd's arguments to an error that the user's bwd raised."""
+        """Adds advice or the order of bwd's arguments to an error that the user's bwd raised."""
         if self.of._user_functions(self) and not getattr(error, "__notes__", ()):
             statics = "".join(f"{name}, " for name in self.of._binding.statics)
-            called = f"bwd is called as bwd({statics}residuals, cotangent)."
-            error.add_note(f"{self.contract.name}: {called}")
+            note = self.backend.hint_at_traced_value(error, "bwd")
+            note = note or f"bwd is called as bwd({statics}residuals, cotangent)."
+            error.add_note(f"{self.contract.name}: {note}")
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
         """Returns fwd's arguments; with symbolic zeros, each array is wrapped in a `Primal`."""

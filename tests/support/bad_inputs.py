@@ -66,10 +66,20 @@ def pushed(gt: Any, f: Any) -> Any:
     return lambda x: gt.jvp(f, (x,), (x,))[1]
 
 
-def ruled(gt: Any, f: Any) -> Any:
-    """Return f as a custom rule whose bwd returns the cotangent unchanged."""
+def ruled(gt: Any, f: Any, bwd: Any = lambda x, c: (c,)) -> Any:
+    """Return f as a custom rule whose bwd by default returns the cotangent unchanged."""
     rule = gt.custom_rule(f)
-    rule.defvjp(lambda x: (f(x), x), lambda x, c: (c,))
+    rule.defvjp(lambda x: (f(x), x), bwd)
+    return rule
+
+
+def in_numpy(x: Any, c: Any) -> Any:
+    return (np.cos(x) * c,)
+
+
+def numpy_rule(gt: Any) -> Any:
+    rule = gt.custom_rule(gt.xp.sin)
+    rule.defjvp(lambda xs, dxs: (gt.xp.sin(xs[0]), np.cos(xs[0]) * dxs[0]))
     return rule
 
 
@@ -755,6 +765,12 @@ BAD: dict[str, Call] = {
     "a kernel's out that is a dtype": lambda gt, a: gt.host_function(np.sin, out=np.float64)(a(V)),
     "a kernel that returns a list": lambda gt, a: gt.host_function(lambda x: [1.0, 2.0])(a(V)),
     "a kernel of a list of numbers": lambda gt, a: gt.host_function(np.sin)([1.0, 2.0]),
+    "a compiled bwd that calls NumPy": lambda gt, a: noted(
+        lambda: gt.compile(gt.grad(lambda x: gt.xp.sum(ruled(gt, gt.xp.sin, in_numpy)(x))))(a(V))
+    ),
+    "a compiled forward rule that calls NumPy": lambda gt, a: noted(
+        lambda: gt.compile(lambda x: gt.jvp(numpy_rule(gt), (x,), (x,)))(a(V))
+    ),
     "an adjoint that is a matrix": lambda gt, a: gt.host_function(
         lambda x: ROWS @ x, gt.ArraySpec((3,), "float64"), adjoint=ROWS.T
     ),
@@ -823,6 +839,8 @@ ONLY = {
     "GradientAccumulator.mean over an axis that is not mapped": "jax",
     "all_gather over an axis that is not mapped": "jax",
     "all_gather of numbers": "jax",
+    "a compiled bwd that calls NumPy": "jax",
+    "a compiled forward rule that calls NumPy": "jax",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

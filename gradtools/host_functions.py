@@ -90,9 +90,8 @@ class HostFunctions(Operators):
             GradtoolsError: (When called) the kernel's results differ from `out` in number, shape
                 or dtype, or are a framework's arrays; the kernel calls JAX in a JAX program, which
                 would deadlock; an argument of a kernel with an adjoint is not a floating or complex
-                array. (When differentiated in forward mode or twice) a kernel with an adjoint is
-                not 0 at 0, which is tested once for each shape and dtype. The kernel's own
-                exceptions propagate with their message.
+                array. (Once in forward mode or at second order) a kernel with an adjoint is not 0
+                at 0. The kernel's own exceptions propagate with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)

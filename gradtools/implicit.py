@@ -23,9 +23,8 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.boundary import like_function
 from gradtools.custom_rules import CustomRule
 from gradtools.derivatives import Derivatives
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, noted
 from gradtools.integrations.containers import is_same
-from gradtools.rule_contract import Contract
 
 LinearSolve = str | Callable[[Callable[[Array], Array], Array], Array]
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -132,9 +131,6 @@ class _Closed(CustomRule):
     def __init__(self, backend: Backend, fun: Any, static_argnames: Any) -> None:
         super().__init__(backend, fun, static_argnames)
         self.__name__ = "implicit_solution"
-
-    def _contract(self) -> Contract:
-        return Contract(self.__name__)
 
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
@@ -278,20 +274,16 @@ class _Solution:
         backend, solver = self.backend, self.linear_solve
         if not callable(solver):
             return getattr(backend, solver)(product, b)
-        try:
-            v = backend.as_leaf(solver(product, b))
-        except Exception as error:
-            error.add_note(
-                "implicit_solution calls linear_solve(matvec, b): matvec is a function that "
-                f"computes A x, and b is {describe(backend, b)}. It must return x with A x = b."
-            )
-            raise
+        note = (
+            "implicit_solution calls linear_solve(matvec, b): matvec is a function that computes "
+            f"A x, and b is {describe(backend, b)}. It must return x with A x = b."
+        )
+        v = backend.as_leaf(noted(note, solver, product, b))
         if not backend.is_array(v) or tuple(v.shape) not in (tuple(b.shape), ()):
-            pair = "pass lambda matvec, b: solver(matvec, b)[0] for a solver that returns (x, info)"
+            pair = " For a solver that returns (x, info) pass lambda A, b: solver(A, b)[0]."
             raise GradtoolsError(
                 f"implicit_solution: linear_solve returned {describe(backend, v)}; it must return "
-                f"x, an array with the shape {tuple(b.shape)} of b"
-                f"{'; ' + pair if isinstance(v, tuple) else ''}."
+                f"x with the shape {tuple(b.shape)} of b.{pair if isinstance(v, tuple) else ''}"
             )
         return v
 

@@ -144,18 +144,15 @@ def to_torch(
 
 def _check(caller: str, f: Any) -> None:
     is_torch, is_jax = isinstance(f, torch.nn.Module), is_jax_model(f)
-    if isinstance(f, BridgedModule) or not (callable(f) or is_jax):
-        pair = (
-            " Pass a flax.linen module and its variables as to_torch(module, variables=variables)."
-        )
-        hint = pair if isinstance(f, tuple) and f and is_jax_model(f[0]) else ""
+    wrong_way = is_torch if caller == "to_torch" else is_jax and not is_torch
+    if wrong_way or isinstance(f, BridgedModule) or not (callable(f) or is_jax):
+        hint = ""
+        if wrong_way and not isinstance(f, BridgedModule):
+            way = "PyTorch to JAX, call to_jax" if is_torch else "JAX to PyTorch, call to_torch"
+            hint = f" To convert {way}."
+        elif isinstance(f, tuple) and f and is_jax_model(f[0]):
+            hint = " For a flax.linen module call to_torch(module, variables=variables)."
+        guest = "JAX" if caller == "to_torch" else "PyTorch"
         raise GradtoolsError(
-            f"{caller}: got {type_in_words(f)}; expected a function or a model.{hint}"
-        )
-    if is_torch if caller == "to_torch" else is_jax and not is_torch:
-        guest, host = ("JAX", "PyTorch") if caller == "to_torch" else ("PyTorch", "JAX")
-        other = "to_jax" if caller == "to_torch" else "to_torch"
-        raise GradtoolsError(
-            f"{caller}: got {type_in_words(f)}; expected a function or a model of {guest}. To "
-            f"convert {host} to {guest}, call {other}."
+            f"{caller}: got {type_in_words(f)}; expected a function or a model of {guest}.{hint}"
         )

@@ -66,9 +66,8 @@ class TorchGuest:
         came = [getattr(y, "gradtools_came", "") for y in ys]
         if all(came):
             raise GradtoolsError(
-                f"to_jax: {name} is differentiated, but returned {came[0]}, through which no "
-                "derivative passes. Return a tensor, without .item(), float() or .numpy(); for a "
-                "constant, return x.detach()."
+                f"to_jax: {name} is differentiated, but returned {came[0]}. Return a tensor: "
+                ".item(), float() and .numpy() lose the gradient. For a constant: y.detach()."
             )
 
     def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[ArraySpec, ...]:

@@ -15,12 +15,11 @@ from gradtools.jax.shardings import names, varies, varying
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
     """Concatenates the rows of all devices along axis 0. The transpose is a reduce-scatter."""
     check_axis("all_gather", axis_name, group)
-    for leaf in jax.tree.leaves(x):
-        if jnp.ndim(leaf) == 0:
-            raise GradtoolsError(
-                "all_gather: got an array of shape (); expected arrays with rows along axis 0. "
-                "For one number per device pass x[None]."
-            )
+    if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(x)):
+        raise GradtoolsError(
+            "all_gather: got an array of shape (); expected arrays with rows along axis 0. For one "
+            "number per device pass x[None]."
+        )
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
 
 

@@ -241,9 +241,10 @@ class GradientAccumulator:
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
-                a DeviceMesh. Every process of the group must call `mean`. A DTensor, which FSDP2
-                stores in `.grad`, is one gradient of all processes of its mesh: add it with the
-                same weight on each process.
+                a DeviceMesh. Every process of the group must call `mean`. Before
+                `init_process_group` WORLD is None, for which `mean` returns the mean of this rank.
+                A DTensor, which FSDP2 stores in `.grad`, is one gradient of all processes of its
+                mesh: add it with the same weight on each process.
             axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`). Under
                 `shard_map` with check_vma=True, differentiate with respect to parameters that vary
                 (`jax.lax.pcast(w, axis, to="varying")`); otherwise `jax.grad` itself sums the

@@ -48,6 +48,8 @@ _INSTEAD = {
     "remat": "checkpoint(f)",
     "jit": "compile(f)",
     "pure_callback": "host_function(kernel)",
+    "to_jax": "gradtools.bridge.to_jax(f)",
+    "to_torch": "gradtools.bridge.to_torch(f)",
 }
 _PATH_OF = {
     name: f"gradtools.{path}" for path, names in _OPERATORS.items() for name in names.split()

@@ -416,8 +416,8 @@ class Programs(Rules):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
 
-    def hint_at_traced_value(self, error: Exception) -> str:
-        """Returns advice if f failed because it reads the value of a traced array; otherwise ""."""
+    def hint_at_traced_value(self, error: Exception, who: str = "f") -> str:
+        """Returns advice if `who` failed because it reads a traced array's value; otherwise ""."""
         return ""
 
     call_kernel = LazyMember("host", operator="host_function")

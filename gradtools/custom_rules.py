@@ -286,6 +286,9 @@ class CustomRule:
                 statics, rest = self._bound(args, kwargs)
             return self._applied(statics, rest)
         except Exception as error:
+            hint = self._backend.hint_at_traced_value(error, "the function or its rule")
+            if hint and not getattr(error, "__notes__", ()):
+                error.add_note(f"{self._kind} {self.__name__}: {hint}")
             trimmed(error)
             raise
 

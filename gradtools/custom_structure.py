@@ -215,10 +215,11 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def note_call(self, role: str, error: Exception) -> None:
-        """Adds to an error that a rule function raised how gradtools calls the function."""
-        if not getattr(error, "__notes__", ()):
+        """Adds advice, or how the function is called, to an error that a user's rule raised."""
+        if self.of._user_functions(self) and not getattr(error, "__notes__", ()):
             statics = "".join(f"{name}, " for name in self.of._binding.statics)
-            error.add_note(f"{self.contract.name}: {_CALLS[role].format(statics)}")
+            note = self.backend.hint_at_traced_value(error, role.replace("jvp", "the forward rule"))
+            error.add_note(f"{self.contract.name}: {note or _CALLS[role].format(statics)}")
 
     def _noted(self, role: str, rule: Any, *args: Any) -> Any:
         try:

@@ -25,7 +25,7 @@ from gradtools.arguments.wording import NO_RETURN, describe, in_words, name_of, 
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, noted
 from gradtools.integrations.containers import is_same
 from gradtools.rules import Rule, replaced_at
 
@@ -310,7 +310,7 @@ class Edits(Operators):
 
         def of_one(_: Any, cts: Any) -> list[Array]:
             ct = cts[0]
-            new = _noted(_OF_FN, fn, ct)
+            new = noted(_OF_FN, fn, ct)
             if backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype:
                 return [new]
             return _checked_cotangents(backend, new, ct, cts)
@@ -323,7 +323,7 @@ class Edits(Operators):
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so x must not be captured
             full = replaced_at([None] * count, places, cts)
-            transformed = _noted(_OF_FN, fn, backend.unflatten(treedef, full))
+            transformed = noted(_OF_FN, fn, backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
@@ -443,15 +443,6 @@ _OF_FN = "transform_gradient calls fn(gradient)."
 _OF_SURROGATE = "straight_through calls the surrogate with f's arguments."
 
 
-def _noted(note: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `fun(*args, **kwargs)`; adds the note, which describes the call, to a TypeError."""
-    try:
-        return fun(*args, **kwargs)
-    except TypeError as error:
-        error.add_note(note)
-        raise
-
-
 def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
@@ -535,7 +526,7 @@ class StraightThrough:
         """Returns f(*args, **kwargs), with the derivative of the surrogate."""
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
-            through = _noted(_OF_SURROGATE, self._surrogate, *args, **kwargs)
+            through = noted(_OF_SURROGATE, self._surrogate, *args, **kwargs)
         elif len(args) == 1 and not kwargs:
             through, hint = args[0], " (by default the identity)"
         else:

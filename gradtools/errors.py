@@ -5,7 +5,7 @@ the fix. Error texts are part of the API.
 """
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from gradtools.code_origin import depth_of_the_user, raised_by
@@ -103,6 +103,15 @@ def said_by(package: str, error: BaseException) -> str:
 def is_of(package: str, error: BaseException) -> bool:
     """Returns whether an error is not a `GradtoolsError` and was not raised by the user's code."""
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
+
+
+def noted(note: str, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `fun(*args, **kwargs)`; adds the note, which describes the call, to a TypeError."""
+    try:
+        return fun(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(note)
+        raise
 
 
 _FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "jaxlib": "JAX"}

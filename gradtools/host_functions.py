@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
+import numpy as np
+
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
@@ -26,7 +28,7 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
-from gradtools.host_kernels import ArraySpec, Kernel, remember
+from gradtools.host_kernels import ArraySpec, Kernel, carrier, read_only, remember
 from gradtools.rules import ARRAY, Entries, Linearized, Rule, replaced_where, spread, total
 
 
@@ -88,7 +90,8 @@ class HostFunctions(Operators):
             GradtoolsError: (When called) the kernel's results differ from `out` in number, shape
                 or dtype, or are a framework's arrays; the kernel calls JAX in a JAX program, which
                 would deadlock; an argument of a kernel with an adjoint is not a floating or complex
-                array. The kernel's own exceptions propagate with their message.
+                array. (Once in forward mode or at second order) a kernel with an adjoint is not 0
+                at 0. The kernel's own exceptions propagate with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)
@@ -135,11 +138,13 @@ class HostFunction(CustomRule):
     ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
         if adjoint is not None:
-            check_function("host_function", adjoint, "adjoint")
+            order = "Pass a function of the cotangent, such as lambda y: A.T @ y."
+            check_function("host_function", adjoint, "adjoint", order=order)
         self.adjoint = adjoint
         super().__init__(backend, kernel, ())
         self.fun = self._value
         self.opaque = False  # whether bwd is known to have no forward mode
+        self._linear = set[Any]()  # the arguments' specs for which the kernel is 0 at 0
 
     def _make_binding(self) -> Parameters:
         return Parameters.positional(self.kernel.fun)
@@ -149,6 +154,20 @@ class HostFunction(CustomRule):
         call, xs = self.kernel.bind(backend, args)
         ys = backend.call_kernel(call, xs)
         return backend.unflatten(call.results_of(xs).treedef, ys)
+
+    def linear(self, specs: tuple[ArraySpec, ...]) -> Callable[..., Any]:
+        """Returns the kernel as its own derivative; raises an error if the kernel is not 0 at 0."""
+        if specs not in self._linear:
+            zeros = [read_only(np.zeros(s.shape, carrier(s.dtype))) for s in specs]
+            with np.errstate(all="ignore"):  # a solver may return NaN for zeros
+                ys = self._backend.flatten(self.kernel.fun(*zeros))[0]
+            if any(np.any(np.nan_to_num(y)) for y in ys):
+                raise GradtoolsError(
+                    f"host function {self.__name__!r} has an adjoint, so its kernel must be "
+                    "linear, but is not 0 at 0. Add a constant outside of the host function."
+                )
+            self._linear.add(specs)
+        return self.kernel.fun
 
     def _rule(self, specialized: Specialization) -> Rule:
         if self.adjoint is not None:
@@ -210,7 +229,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
             there = lambda *cts: _adjoint_at(host, backend.unflatten(out_def, cts), out)
             there.__name__ = f"{host.__name__}.adjoint"
             back = lambda x: _alone(
-                backend.flatten(host.kernel.fun(*(x if len(specs) > 1 else [x])))[0]
+                backend.flatten(host.linear(specs)(*(x if len(specs) > 1 else [x])))[0]
             )
             adjoint = HostFunction(backend, there, out, host.kernel.vectorized, back)
             adjoint.kernel = replace(adjoint.kernel, declared=False)
@@ -222,6 +241,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
             return [backend.zeros(aval, device) if v is None else v for v, aval in pairs]
 
         def tangent(_: Entries, dxs: Entries) -> list[Array]:
+            host.linear(specs)
             return backend.apply_rule(specialized.rule, *full(dxs, x_avals))
 
         def cotangent(_: Entries, cts: Entries) -> list[Array]:

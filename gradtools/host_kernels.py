@@ -278,8 +278,8 @@ class KernelCall:
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument the result's shape is unknown. "
-                    "Give out=ArraySpec(shape, dtype)."
+                    "without an array argument the result's shape is unknown. Pass an array "
+                    "instead of numbers, or give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
         result, treedef = self.trees.flatten(out)

@@ -23,7 +23,7 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.boundary import like_function
 from gradtools.custom_rules import CustomRule
 from gradtools.derivatives import Derivatives
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, noted
 from gradtools.integrations.containers import is_same
 
 LinearSolve = str | Callable[[Callable[[Array], Array], Array], Array]
@@ -127,6 +127,10 @@ class _Form:
 class _Closed(CustomRule):
     """A custom rule whose functions do not close over differentiated arrays."""
 
+    def __init__(self, backend: Backend, fun: Any, static_argnames: Any) -> None:
+        super().__init__(backend, fun, static_argnames)
+        self.__name__ = "implicit_solution"
+
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
 
@@ -187,7 +191,13 @@ class _Solution:
         leaves = [backend.stop_gradient(x) if backend.is_array(x) else x for x in leaves]
         args, kwargs = backend.unflatten(treedef, leaves)
         z, aux = self.solve(*args, **kwargs), None
-        z, aux = z if self.has_aux else (z, None)
+        if self.has_aux:
+            if not isinstance(z, (tuple, list)) or len(z) != 2:
+                raise GradtoolsError(
+                    "implicit_solution: with has_aux=True solve must return (z, aux), got "
+                    f"{describe(backend, z)}. Return both, or leave has_aux out."
+                )
+            z, aux = z
         leaves, treedef = backend.flatten(z)
         leaves = [backend.as_leaf(x) for x in leaves]  # solve may return NumPy arrays
         if not leaves:
@@ -241,13 +251,13 @@ class _Solution:
     # --- the solution v of A v = b (adjoint: A^H v = b) as a function of x, p and b
 
     def _inverse(self, form: _Form, adjoint: bool, x: Array, p: Any, b: Array) -> Array:
-        F, solver = lambda x: self._F(form, x, p), self.linear_solve
+        F = lambda x: self._F(form, x, p)
         if adjoint:
             pull = self.derivatives.vjp(F, x)[1]
             product = lambda v: pull(v)[0]
         else:
             product = self.derivatives.linearize(F, x)[1]
-        v = (solver if callable(solver) else getattr(self.backend, solver))(product, b)
+        v = self._linear_solution(product, b)
         tolerance = 1e-6 if form.dtype == "float64" else 1e-3
         xp, right = self.backend.xp, self._norm(b)
         v = xp.where(right == 0, xp.zeros_like(b), v)  # the solver's result for b = 0 is ignored
@@ -257,6 +267,24 @@ class _Solution:
             f"{self._unsolved(product, b)}"
         )
         return self._unless(~(left <= tolerance * right), v, explain)
+
+    def _linear_solution(self, product: Callable[[Array], Array], b: Array) -> Array:
+        """Calls `linear_solve`; raises an error if its result is neither like b nor a scalar."""
+        backend, solver = self.backend, self.linear_solve
+        if not callable(solver):
+            return getattr(backend, solver)(product, b)
+        note = (
+            "implicit_solution calls linear_solve(matvec, b): matvec is a function that computes "
+            f"A x, and b is {describe(backend, b)}. It must return x with A x = b."
+        )
+        v = backend.as_leaf(noted(note, solver, product, b))
+        if not backend.is_array(v) or tuple(v.shape) not in (tuple(b.shape), ()):
+            pair = " For a solver that returns (x, info) pass lambda A, b: solver(A, b)[0]."
+            raise GradtoolsError(
+                f"implicit_solution: linear_solve returned {describe(backend, v)}; it must return "
+                f"x with the shape {tuple(b.shape)} of b.{pair if isinstance(v, tuple) else ''}"
+            )
+        return v
 
     def _unsolved(self, product: Callable[[Array], Array], b: Array) -> str:
         """Returns the probable reason why A x = b was not solved."""
@@ -309,9 +337,11 @@ class _Solution:
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten_like(form.treedef, F)
         if not is_same(treedef, form.treedef) or [tuple(y.shape) for y in leaves] != [*form.shapes]:
+            scalar = self.backend.is_array(F) and tuple(F.shape) == ()
+            fix = " For z at a minimum of h, pass F = gt.grad(h)." if scalar else ""
             raise GradtoolsError(
                 f"implicit_solution: F returns {describe(self.backend, F)}; expected the structure "
-                f"and shapes of z, {in_words(form.treedef)} with the shapes {[*form.shapes]}."
+                f"and shapes of z, {in_words(form.treedef)} with the shapes {[*form.shapes]}.{fix}"
             )
         return self._vector(form, leaves)
 

@@ -291,7 +291,7 @@ def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
     """Raises an error if `given`, params or state of `apply`, is not an instance of `kinds`."""
     if not isinstance(given, kinds):
         raise GradtoolsError(
-            f"apply: {what} must be {expected}, as make_functional returned it; got "
+            f"apply: {what} must be {expected}, as returned with apply; got "
             f"{with_article(type(given).__name__)}. Call apply(params, state, *args)."
         )
 
@@ -310,7 +310,7 @@ def check_names(
 def wrong_names(what: str, missing: list[str], unexpected: list[str]) -> GradtoolsError:
     """Returns the error for params or state with other names than make_functional returned."""
     return GradtoolsError(
-        f"apply: {what} must contain the names that make_functional returned; missing: "
+        f"apply: {what} must contain the names that were returned with apply; missing: "
         f"{missing or 'none'}, unexpected: {unexpected or 'none'}. "
         "Call apply(params, state, *args)."
     )

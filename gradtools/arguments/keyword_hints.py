@@ -47,6 +47,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
     "verify": "omit the keyword; this operator recomputes nothing",
+    "solver": {"implicit_solution": "write linear_solve="},
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
     "vmap_method": "write vectorized=True, or omit the keyword to call the kernel once per example",
 }

@@ -45,12 +45,13 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     Args:
         f: A function from pytrees of tensors (floating, complex, integer, bool; also bfloat16) to
             pytrees of tensors, or a `torch.nn.Module`. Arguments that are not arrays are static
-            and must be hashable.
+            and must be hashable. Numbers and NumPy arrays in f's result are constants.
         out: The specification of the result: a pytree of `ArraySpec(shape, dtype)`, or a function
             that returns such a pytree for f's arguments with arrays replaced by ArraySpecs. A
             traced program requires `out` if the result's shape cannot be inferred with fake
-            tensors, for example because the shape depends on values. For a module, `out` specifies
-            the pair `(output, state)`.
+            tensors, for example because the shape depends on values. After a direct call with the
+            same shapes and dtypes, the specification of that call's result replaces `out`. For a
+            module, `out` specifies the pair `(output, state)`.
         train: Whether a module runs in train mode. If None, the module keeps its current mode.
 
     Returns:
@@ -63,8 +64,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     Raises:
         GradtoolsError: f is not a function. When the result is called: f draws from PyTorch's
             global generator; a result has a 64-bit dtype and x64 is off; in a traced program, the
-            result's shapes cannot be inferred and `out` is None, or the shapes differ from `out`.
-            Under jit, JAX raises its own error, which contains this error's text.
+            result's shapes cannot be inferred and `out` is None, or the shapes differ from `out`;
+            f is differentiated and its result contains numbers or NumPy arrays but no tensor. Under
+            jit, JAX raises its own error, which contains this error's text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -141,11 +143,16 @@ def to_torch(
 
 
 def _check(caller: str, f: Any) -> None:
-    if isinstance(f, BridgedModule) or not (callable(f) or is_jax_model(f)):
-        pair = (
-            " Pass a flax.linen module and its variables as to_torch(module, variables=variables)."
-        )
-        hint = pair if isinstance(f, tuple) and f and is_jax_model(f[0]) else ""
+    is_torch, is_jax = isinstance(f, torch.nn.Module), is_jax_model(f)
+    wrong_way = is_torch if caller == "to_torch" else is_jax and not is_torch
+    if wrong_way or isinstance(f, BridgedModule) or not (callable(f) or is_jax):
+        hint = ""
+        if wrong_way and not isinstance(f, BridgedModule):
+            way = "PyTorch to JAX, call to_jax" if is_torch else "JAX to PyTorch, call to_torch"
+            hint = f" To convert {way}."
+        elif isinstance(f, tuple) and f and is_jax_model(f[0]):
+            hint = " For a flax.linen module call to_torch(module, variables=variables)."
+        guest = "JAX" if caller == "to_torch" else "PyTorch"
         raise GradtoolsError(
-            f"{caller}: got {type_in_words(f)}; expected a function or a model.{hint}"
+            f"{caller}: got {type_in_words(f)}; expected a function or a model of {guest}.{hint}"
         )

@@ -138,7 +138,10 @@ class Foreign:
         """Returns the function of the differentiated inputs only, and the differentiated inputs."""
 
         def fun(*at: Array) -> tuple[list[Array], list[Array]]:
-            return select(self.run(*replaced_where(xs, moving, at))), []
+            ys = self.run(*replaced_where(xs, moving, at))
+            if chosen := select(ys):
+                self.guest.refuse_constants(self.name, ys)
+            return chosen, []
 
         fun.caller = self.guest.operator  # type: ignore[attr-defined]
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
@@ -305,7 +308,9 @@ class FlatBridged(Foreign):
             guest, name = self.guest, self.name
             given = ", ".join([describe(guest.backend, x) for x in [*args, *kwargs.values()]])
             error.add_note(
-                f"{guest.operator} calls {name} with arrays of {guest.title}: {name}({given})."
+                f"{guest.operator} converts functions of {guest.title} (for functions of "
+                f"{guest.host_title} use to_{guest.name}), and calls {name} with arrays of "
+                f"{guest.title}: {name}({given})."
             )
             raise
         leaves, treedef = self.guest.backend.flatten(out)

@@ -36,6 +36,7 @@ class JaxGuest:
     name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
     backend, host = backend_of("jax"), backend_of("torch")
     vmap = staticmethod(jax.vmap)
+    refuse_constants = staticmethod(lambda name, ys: None)  # a tracer has no value to return
     protected = staticmethod(lambda xs, written: xs)  # a JAX function cannot write to its arguments
 
     def __init__(self, jit: bool = True) -> None:

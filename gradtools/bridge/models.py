@@ -22,6 +22,7 @@ from torch.utils.dlpack import from_dlpack
 
 import gradtools.jax
 import gradtools.torch
+from gradtools.arguments.checks import check_names
 from gradtools.bridge.functions import Bridged
 from gradtools.bridge.memory import array_of
 from gradtools.errors import GradtoolsError
@@ -39,7 +40,7 @@ _NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
 def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -> Any:
     """Converts a PyTorch module to `(apply, params, state)`."""
     run, params, state = gradtools.torch.make_functional(module, train=train)
-    dtypes = {name: t.dtype for name, t in state.items()}
+    param_names, dtypes = [*params], {name: t.dtype for name, t in state.items()}
 
     def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
         state = {name: t.detach().to(dtypes[name]) for name, t in state.items()}
@@ -53,6 +54,8 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
 
     def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
         """Returns the output and new state at the given parameters, buffers and arguments."""
+        check_names("params", params, param_names)
+        check_names("state", state, dtypes)
         if key is not None:
             check_key("apply", key)
             kwargs["key"] = jax.random.key_data(key)

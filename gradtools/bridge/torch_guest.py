@@ -18,6 +18,7 @@ import torch
 from jax.sharding import SingleDeviceSharding
 from torch.utils.dlpack import from_dlpack
 
+from gradtools.arguments.wording import with_article
 from gradtools.backend import backend_of
 from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
@@ -53,10 +54,21 @@ class TorchGuest:
         if isinstance(y, Tensor):
             return y
         if isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
-            return torch.as_tensor(y)
+            constant: Any = torch.as_tensor(y)
+            constant.gradtools_came = with_article(type(y).__name__)
+            return constant
         raise GradtoolsError(
             f"to_jax: {name} returned a {type(y).__name__}; expected a pytree of tensors."
         )
+
+    def refuse_constants(self, name: str, ys: Sequence[Tensor]) -> None:
+        """Raises an error if no result of a differentiated function was returned as a tensor."""
+        came = [getattr(y, "gradtools_came", "") for y in ys]
+        if all(came):
+            raise GradtoolsError(
+                f"to_jax: {name} is differentiated, but returned {came[0]}. Return a tensor: "
+                ".item(), float() and .numpy() lose the gradient. For a constant: y.detach()."
+            )
 
     def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[ArraySpec, ...]:
         """Returns the JAX arrays' ArraySpecs."""

@@ -56,8 +56,8 @@ class JaxBackend(FrameworkBackend):
         known = not isinstance(x, jax.core.Tracer) and arrays.is_on_host(x)
         return jax.device_get(x).item() if known else None
 
-    def hint_at_traced_value(self, error: Exception) -> str:
-        return NO_VALUES if isinstance(error, READS_A_VALUE) else ""
+    def hint_at_traced_value(self, error: Exception, who: str = "f") -> str:
+        return f"{who} {NO_VALUES}" if isinstance(error, READS_A_VALUE) else ""
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)

@@ -15,6 +15,11 @@ from gradtools.jax.shardings import names, varies, varying
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
     """Concatenates the rows of all devices along axis 0. The transpose is a reduce-scatter."""
     check_axis("all_gather", axis_name, group)
+    if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(x)):
+        raise GradtoolsError(
+            "all_gather: got an array of shape (); expected arrays with rows along axis 0. For one "
+            "number per device pass x[None]."
+        )
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
 
 
@@ -30,6 +35,7 @@ def tracked_axes(axis_name: Any) -> frozenset[Any]:
 
 
 def check_axis(caller: str, axis_name: Any, group: Any) -> None:
+    """Raises an error if axis_name does not name mapped axes, or if a group is given."""
     if group is not None:
         raise GradtoolsError(
             f"{caller}: group is an argument for PyTorch; in JAX pass axis_name, a mapped axis."
@@ -39,3 +45,10 @@ def check_axis(caller: str, axis_name: Any, group: Any) -> None:
             f"{caller}: axis_name is missing; expected the name of an axis that shard_map, vmap or "
             "pmap maps, or a tuple of names."
         )
+    try:
+        jax.lax.psum(1, axis_name)  # the size of the axes, a constant
+    except NameError:
+        raise GradtoolsError(
+            f"{caller}: {axis_name!r} is not a mapped axis here. Call {caller} in a function that "
+            "shard_map, vmap or pmap maps over an axis with this name."
+        ) from None

@@ -43,8 +43,8 @@ def refused_number(error: BaseException) -> str:
 
 CALLS_JAX = "no_execution config option"  # text of an error of `jax.no_execution`
 NO_VALUES = (
-    "f is traced, so its arrays have no values. Instead of a Python if use jnp.where or "
-    "jax.lax.cond, and instead of NumPy use jnp."
+    "is traced, so its arrays have no values. Instead of a Python if use jnp.where or "
+    "jax.lax.cond, and instead of NumPy use jnp or a gt.host_function."
 )
 NEEDS_KEY = "key"  # text in errors of equinox modules that draw random numbers
 

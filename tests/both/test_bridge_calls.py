@@ -190,6 +190,21 @@ def test_integers_booleans_numbers_and_words_go_across_and_have_no_derivative():
     near(found, expected)
 
 
+@pytest.mark.parametrize("f", [lambda x: x.sum().item(), lambda x: [x.detach().numpy()]])
+def test_a_result_without_a_tensor_has_a_value_and_is_refused_when_differentiated(f):
+    x, metric = jnp.asarray(X), bridge.to_jax(f)
+    near(jax.tree.leaves(metric(x))[0], jax.tree.leaves(f(torch.from_numpy(X)))[0], 1e-6)
+    loss = lambda x: sum(y.sum() for y in jax.tree.leaves(metric(x)))
+    for of in (jax.grad(loss), gj.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        with pytest.raises(GradtoolsError, match=r"differentiated, but returned an? (float|ndarr)"):
+            of(x)
+    near(jax.grad(lambda x: ((x**2).sum(), metric(x)), has_aux=True)(x)[0], 2 * X)
+    near(jax.grad(lambda x: x.sum() * loss(jax.lax.stop_gradient(x)))(x), loss(x) + 0 * X)
+    mixed = bridge.to_jax(lambda x: {"loss": (x**2).sum(), "scale": 0.5, "metric": f(x)})
+    near(jax.grad(lambda x: mixed(x)["loss"] * mixed(x)["scale"])(x), X)
+    near(jax.jvp(lambda x: mixed(x)["loss"], (x,), (x,))[1], 2 * (X**2).sum())
+
+
 @pytest.mark.sampled(1, 18)
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex128"])

@@ -196,3 +196,45 @@ def test_a_refused_evaluation_draws_no_key():
     with pytest.raises(GradtoolsError, match="was given a"):
         module(jnp.ones(4))
     assert torch.equal(state, torch.get_rng_state())
+
+
+# --- mistakes ----------------------------------------------------------------------------
+
+
+ROWS = jnp.ones((3, 2), "float32")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            lambda p, s: (p, ROWS),
+            "apply: state must be a dictionary .* got a ",
+        ),
+        (
+            lambda p, s: (s, p, ROWS),
+            r"apply: params must contain .* missing: \['weight'",
+        ),
+        (lambda p, s: ({"weight": p["weight"]}, s), r"apply: params .* missing: \['bias'\]"),
+    ],
+)
+def test_apply_names_the_state_or_params_that_are_missing_or_swapped(given, words):
+    apply, params, state = bridge.to_jax(nn.BatchNorm1d(2).eval())
+    for run in (apply, jax.jit(apply)):
+        with pytest.raises(GradtoolsError, match=words):
+            run(*given(params, state))
+        run(dict(reversed(params.items())), state, ROWS)
+
+
+def test_a_model_of_the_framework_to_which_it_is_converted_is_refused_by_name():
+    linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    models = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), linen.Dense(1), eqx.nn.Linear(2, 1, key=KEY)
+    for model in models:
+        with pytest.raises(
+            GradtoolsError, match=r"to_jax: got an? .* model of PyTorch. To convert"
+        ):
+            bridge.to_jax(model)
+    with pytest.raises(
+        GradtoolsError, match=r"to_torch: got a torch.* PyTorch to JAX, call to_jax"
+    ):
+        bridge.to_torch(nn.Linear(2, 1))

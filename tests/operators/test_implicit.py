@@ -410,3 +410,32 @@ def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
         gt.grad(lambda w, x: (root(w, x) ** 3).sum(), (0, 1))(*wx)
         gt.linearize(root, *wx)[1](*wx)
     assert report.compared
+
+
+def test_notes_and_graphs_name_the_operator_and_not_its_private_rules(gt):
+    wrong = []
+
+    def F(z, a):
+        return z * z - a * (None if wrong else 1)
+
+    root = gt.implicit_solution(F, lambda a: a**0.5, "dense")
+    text = gt.gradient_graph(root, gt.asarray(4.0)).to_text()
+    assert "custom rule implicit_solution" in text and "_root" not in text
+    pullback = gt.vjp(root, gt.asarray(4.0))[1]
+    wrong.append(True)
+    with pytest.raises(TypeError, match="NoneType") as caught:
+        pullback(gt.asarray(1.0))
+    assert not any("bwd" in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_a_linear_solver_may_return_a_numpy_array_or_a_scalar(gt):
+    def numpy_solve(matvec, b):
+        A = np.stack([gt.to_numpy(matvec(gt.asarray(e))) for e in np.eye(len(b))], 1)
+        return np.linalg.solve(A, gt.to_numpy(b))
+
+    a = gt.asarray(np.array([4.0, 9.0]))
+    root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, numpy_solve)
+    agree(gt, gt.grad(lambda a: root(a).sum())(a), gt.asarray(np.array([1 / 4, 1 / 6])))
+    scalar = lambda matvec, b: (b / matvec(b / b))[0]
+    root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, scalar)
+    agree(gt, gt.grad(root)(a[0]), gt.asarray(0.25))

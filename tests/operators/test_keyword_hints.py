@@ -108,6 +108,8 @@ def test_keywords_of_f_itself_are_not_looked_at(gt):
         ("minimax", "minimax_value_and_grad"),
         ("jacrev", 'jacobian(f, mode="reverse")'),
         ("grad_and_value", "value_and_grad(f)"),
+        ("to_jax", "gradtools.bridge.to_jax(f)"),
+        ("to_torch", "gradtools.bridge.to_torch(f)"),
     ],
 )
 def test_a_name_of_another_tool_is_answered(gt, name, instead):

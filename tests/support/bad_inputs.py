@@ -66,10 +66,20 @@ def pushed(gt: Any, f: Any) -> Any:
     return lambda x: gt.jvp(f, (x,), (x,))[1]
 
 
-def ruled(gt: Any, f: Any) -> Any:
-    """Return f as a custom rule whose bwd returns the cotangent unchanged."""
+def ruled(gt: Any, f: Any, bwd: Any = lambda x, c: (c,)) -> Any:
+    """Return f as a custom rule whose bwd by default returns the cotangent unchanged."""
     rule = gt.custom_rule(f)
-    rule.defvjp(lambda x: (f(x), x), lambda x, c: (c,))
+    rule.defvjp(lambda x: (f(x), x), bwd)
+    return rule
+
+
+def in_numpy(x: Any, c: Any) -> Any:
+    return (np.cos(x) * c,)
+
+
+def numpy_rule(gt: Any) -> Any:
+    rule = gt.custom_rule(gt.xp.sin)
+    rule.defjvp(lambda xs, dxs: (gt.xp.sin(xs[0]), np.cos(xs[0]) * dxs[0]))
     return rule
 
 
@@ -156,6 +166,12 @@ def adjoint(gt: Any, a: Any, of: Callable[[Any], Any]) -> Any:
     return gt.grad(lambda x: (rows(x) ** 2).sum())(a(V))
 
 
+def linearly_solved(gt: Any, a: Any, solve: Any) -> Any:
+    """Differentiate the solution of an equation with the given linear solver."""
+    root = gt.implicit_solution(lambda z, t: z - t, lambda t: 1 * t, solve)
+    return gt.grad(lambda t: gt.xp.sum(root(t)))(a(V))
+
+
 def cross_checked(**options: Any) -> None:
     """Raise an error with the first entry of `left_out` of a `cross_check` report."""
     pytest.importorskip("torch")
@@ -203,6 +219,12 @@ def added(gt: Any, *grads: Any) -> None:
     total = gt.GradientAccumulator()
     for one in grads:
         total.add(one)
+
+
+def averaged(gt: Any, a: Any) -> Any:
+    total = gt.GradientAccumulator()
+    total.add(a(V))
+    return total.mean(axis_name="rows")
 
 
 def target(gt: Any, a: Any) -> Any:
@@ -296,6 +318,27 @@ BAD: dict[str, Call] = {
     "a solver that also returns its steps": lambda gt, a: gt.implicit_solution(
         lambda z, t: z - t, lambda t: (t, 7)
     )(a(S)),
+    "a solver without aux": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: 1 * t, has_aux=True
+    )(a(V)),
+    "an objective in place of an equation": lambda gt, a: gt.implicit_solution(
+        lambda z, t: gt.xp.sum((z - t) ** 2), lambda t: 1 * t
+    )(a(V)),
+    "implicit_solution, solver= for linear_solve=": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: 1 * t, solver="cg"
+    ),
+    "a linear solver that returns a pair": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: (b, 0)
+    ),
+    "a linear solver that returns a column": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: b[:, None]
+    ),
+    "a linear solver without a return": lambda gt, a: linearly_solved(
+        gt, a, lambda matvec, b: None
+    ),
+    "a linear solver that takes a matrix": lambda gt, a: noted(
+        lambda: linearly_solved(gt, a, lambda A, b: A @ b)
+    ),
     "an equation with a derivative of NaN": lambda gt, a: gt.grad(
         gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
     )(a(S)),
@@ -738,6 +781,19 @@ BAD: dict[str, Call] = {
     "static_argnames by position": lambda gt, a: gt.custom_rule(mean, static_argnames=(1,)),
     "a kernel's out that is a dtype": lambda gt, a: gt.host_function(np.sin, out=np.float64)(a(V)),
     "a kernel that returns a list": lambda gt, a: gt.host_function(lambda x: [1.0, 2.0])(a(V)),
+    "a kernel of a list of numbers": lambda gt, a: gt.host_function(np.sin)([1.0, 2.0]),
+    "a compiled bwd that calls NumPy": lambda gt, a: noted(
+        lambda: gt.compile(gt.grad(lambda x: gt.xp.sum(ruled(gt, gt.xp.sin, in_numpy)(x))))(a(V))
+    ),
+    "a compiled forward rule that calls NumPy": lambda gt, a: noted(
+        lambda: gt.compile(lambda x: gt.jvp(numpy_rule(gt), (x,), (x,)))(a(V))
+    ),
+    "an adjoint that is a matrix": lambda gt, a: gt.host_function(
+        lambda x: ROWS @ x, gt.ArraySpec((3,), "float64"), adjoint=ROWS.T
+    ),
+    "a linear kernel with a constant": lambda gt, a: pushed(
+        gt, gt.host_function(lambda x: 2 * x + 1, adjoint=lambda y: 2 * y)
+    )(a(V)),
     "an ArraySpec of an array": lambda gt, a: gt.ArraySpec(a(V), "float32"),
     "an ArraySpec without a dtype": lambda gt, a: gt.ArraySpec((2,)),
     "assign_gradients, swapped arguments": lambda gt, a: gt.assign_gradients(
@@ -758,6 +814,11 @@ BAD: dict[str, Call] = {
     "GradientAccumulator.add, an array as weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)
     ),
+    "GradientAccumulator.mean over an axis that is not mapped": lambda gt, a: averaged(gt, a),
+    "all_gather over an axis that is not mapped": lambda gt, a: gt.all_gather(a(V), "rows"),
+    "all_gather of numbers": lambda gt, a: pytest.importorskip("jax").vmap(
+        lambda x: gt.all_gather(x, "rows"), axis_name="rows"
+    )(a(V)),
     "to_numpy of a dictionary": lambda gt, a: gt.to_numpy({"w": a(V)}),
     "split_key of several keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
     "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
@@ -792,6 +853,11 @@ ONLY = {
     "make_functional of a linen module's params": "jax",
     "why_zero, the optimizer as an argument": "torch",
     "why_zero, a pair of functions as optimizer": "torch",
+    "GradientAccumulator.mean over an axis that is not mapped": "jax",
+    "all_gather over an axis that is not mapped": "jax",
+    "all_gather of numbers": "jax",
+    "a compiled bwd that calls NumPy": "jax",
+    "a compiled forward rule that calls NumPy": "jax",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

@@ -1,4 +1,4 @@
-"""Calls functions and models of one framework in the other: `from gradtools import bridge`.
+"""Calls functions and models of one framework from the other: `from gradtools import bridge`.
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 

@@ -121,8 +121,8 @@ def compare_arrays(
             cancel. By default, `noise` is 0.
 
     Returns:
-        A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without a finite
-        entry on either side differ, since nothing was compared.
+        A `Comparison` with status "agrees" or "differs". Arrays without a finite entry on either
+        side differ, since nothing was compared; in all other cases, the cause is None.
 
     Example:
         >>> found = compare_arrays("value", "output", np.array([1.0, 2.0]), np.array([1.0, 2.5]))

@@ -129,7 +129,7 @@ KINDS: dict[str, FindingKind] = {
     "raw_update": _in_training(
         "the optimizer passes the gradient of the parameter through as its update, as optax.masked "
         "does outside of the mask; optax.apply_updates then adds the gradient to the parameter",
-        "to freeze the parameter, use optax.set_to_zero() by optax.multi_transform or "
+        "to freeze the parameter, use optax.set_to_zero() in optax.multi_transform or "
         "optax.partition, or chain optax.masked(optax.set_to_zero(), inverted_mask)",
         headline=(
             "moves in the direction of its gradient:",
@@ -151,12 +151,12 @@ _FIXES = {
         "score function, log_prob(sample) * reward"
     ),
     ("no_grad", "load_state_dict"): (
-        "load_state_dict copies numbers under no_grad: call the module with other parameters by "
-        "make_functional(module) or torch.func.functional_call"
+        "load_state_dict copies numbers under no_grad: call the module with other parameters "
+        "through make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (
-        "nn.Parameter makes a new leaf from a computed tensor: register the tensors from which it "
-        "is computed as parameters, or pass the tensor itself (make_functional, "
+        "nn.Parameter makes a new leaf from a computed tensor: register as parameters the tensors "
+        "from which it is computed, or pass the computed tensor itself (make_functional, "
         "torch.func.functional_call)"
     ),
     ("not_optimized", "lr"): (
@@ -164,7 +164,7 @@ _FIXES = {
         "after the first step of the schedule"
     ),
     ("left_framework", "tensor"): (
-        "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "
+        "torch.tensor copies numbers: join tensors with torch.stack or torch.cat, and use a tensor "
         "itself rather than a copy"
     ),
 }

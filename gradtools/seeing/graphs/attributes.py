@@ -14,7 +14,7 @@ from typing import Any
 
 from gradtools.seeing.graphs.nodes import Node
 
-_LEFT_OUT = ("shape", "name", "size", "rule", "bridged")  # printed elsewhere in the box of the node
+_LEFT_OUT = ("shape", "name", "size", "rule", "bridged")  # not part of the label
 _WITHOUT_NAMES = ("dtype", "subscripts", "permutation")
 _LONGEST = 48
 

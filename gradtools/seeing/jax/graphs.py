@@ -2,9 +2,9 @@
 
 Each equation becomes a node, and each variable becomes a value. The jaxprs of loops, branches and
 calls become bodies. Links are differentiable between inexact arrays and cut otherwise, except as
-documented here and in `reachability.py`. A custom rule replaces the derivative of its function, so
-cuts inside of the function have no effect. An equation that writes to a mutable reference assigns a
-new value to the reference.
+documented here and in `gradtools/jax/reachability.py`. A custom rule replaces the derivative of its
+function, so cuts inside of the function have no effect. An equation that writes to a mutable
+reference assigns a new value to the reference.
 
 The source line of a node is the innermost line of the user's code. JAX traces its own jitted
 functions once, so the equations of these functions get the line of the call.
@@ -190,7 +190,7 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
-    known = dtype is None or isinstance(dtype, np.dtype)  # random keys have no numbers
+    known = dtype is None or isinstance(dtype, np.dtype)  # random keys have no printable contents
     return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 

@@ -78,7 +78,7 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     """Records the backward pass of a run; the cotangent is 1 for a real scalar, else random."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
-    # A graph from before the run may be freed, so use its leaves only if the run reads no leaf.
+    # A graph from before the run may be freed, so leaves that the run reads are preferred.
     leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()

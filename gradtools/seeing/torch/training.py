@@ -127,5 +127,5 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
 
 
 def _is_at_rest(group: Mapping[str, Any]) -> bool:
-    """Returns whether the learning rate of a group is zero, also as the base of a scheduler."""
+    """Returns whether the current and the initial learning rate of a group are zero."""
     return "lr" in group and not bool(group["lr"]) and not bool(group.get("initial_lr", 0.0))

@@ -249,7 +249,7 @@ class _FormulaRecorder(Recorder[Expr]):
     ) -> list[Expr]:
         """Returns the outputs of an opaque operation that calls a PyTorch function."""
         fun, args, kwargs = call
-        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # the calls of host kernels
+        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # keeps host kernels alive
         xs = [*tensors_in([args, kwargs])]
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -290,8 +290,8 @@ class _FormulaRecorder(Recorder[Expr]):
         place = self.origin().source
         return GradtoolsError(
             "formula: f writes to a tensor and then reads it through another view"
-            f"{f' ({place})' if place else ''}. Make the whole tensor from its parts instead, by "
-            "torch.cat, torch.stack or torch.where."
+            f"{f' ({place})' if place else ''}. Build the whole tensor from its parts instead, "
+            "with torch.cat, torch.stack or torch.where."
         )
 
     def constant(self, x: Tensor) -> Expr:

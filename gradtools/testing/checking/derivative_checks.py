@@ -159,7 +159,7 @@ class DerivativeCheck:
             outputs.
         modes: The modes that f must support. If None, all modes that f supports are checked.
         labels: Maps a mode to its name in the report.
-        present: Maps each mode that was tried to whether f supports the mode.
+        present: Maps each mode that has been tested to True if the check uses the mode.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Returns whether a mode is selected and f supports the mode, which is tested at `xs`."""
+        """Returns whether a mode is selected and supported by f; the support is tested at `xs`."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:

@@ -86,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size; a full extrapolation table may need smaller steps."""
+    """Returns the smallest step size; smaller steps only fill the extrapolation table."""
     return 10 * eps**0.5

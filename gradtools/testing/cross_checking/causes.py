@@ -247,7 +247,7 @@ class Causes:
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: look for an overflow or division by 0 in {mine}."
                 return Relation(f"infinity in {mine}", why)
-        if equal(a, b, near):  # any relation close to the identity matches
+        if equal(a, b, near):  # every relation close to the identity would match
             return Relation(UNKNOWN)
         sizes = self.check.sizes()
         return related(a, b, self.names, c.order, near, sizes) or Relation(UNKNOWN)

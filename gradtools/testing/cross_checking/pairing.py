@@ -110,7 +110,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
 
 
 def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Any:
-    """Returns `mapping`, or pairs equal names and shapes, or calls `match_parameters`."""
+    """Returns `mapping`, or a mapping from equal names and shapes or from `match_parameters`."""
     if isinstance(mapping, ParameterMapping):
         return mapping
     if not isinstance(mapping, Mapping | None):

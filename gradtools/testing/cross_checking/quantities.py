@@ -40,7 +40,7 @@ from gradtools.testing.report import (
     widened,
 )
 
-ROUNDING = 64  # the maximum rounding error, in epsilons of the largest number
+ROUNDING = 64  # the maximum rounding error, relative to eps times the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
     "The parameters of the two models differ. Copy PyTorch's parameters to JAX: mapping = "

@@ -73,8 +73,8 @@ class Step:
         leaf: The name of an argument or parameter, "captured" for a captured array, or ""
             otherwise.
         tracked: Whether the cotangent of the value is recorded.
-        cotangent: The gradient of Re<c, outputs> at the value, or None if it is zero or not
-            tracked.
+        cotangent: The gradient of Re<c, outputs> with respect to the value, or None if the gradient
+            is zero or not tracked.
         number: The index of the step in the run.
         accuracy: The relative error that rounding may cause, given the coarsest dtype of the value
             and its ancestors.
@@ -202,8 +202,8 @@ def match(
         named: Pairs of corresponding leaves, which are compared even if all entries are equal.
 
     Returns:
-        A dictionary from each index in `Step.entries` to the steps of PyTorch and of JAX with these
-        entries.
+        A dictionary from the index of each group (see `Step.entries`) to the group's steps of
+        PyTorch and of JAX.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

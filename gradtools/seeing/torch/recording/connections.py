@@ -346,7 +346,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns cut links and their loss if grad_fn of x is unchanged, otherwise (None, None)."""
+        """Returns cut links and their loss if the write keeps x.grad_fn, otherwise (None, None)."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None

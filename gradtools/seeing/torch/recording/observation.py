@@ -60,7 +60,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """Context manager that runs cond and while_loop of this thread in Python."""
+    """Context manager in which this thread runs cond and while_loop as Python control flow."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -78,7 +78,7 @@ class TensorTable(Generic[V]):
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """Assigns `value` to x and, unless `alone` is set, to aliases of the same elements."""
+        """Assigns `value` to x and, unless `alone` is set, to aliases with the same elements."""
         owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)

@@ -54,7 +54,7 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         train: Whether a module runs in train mode. If None, the module keeps its current mode.
 
     Returns:
-        A function of JAX arrays. For a module `(apply, params, state)`, with
+        A function of JAX arrays. For a module, the triple `(apply, params, state)`, with
         `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as from
         `gradtools.torch.make_functional`: params and state are dicts of JAX arrays, copied from the
         module and keyed by its names; `key` is a JAX key. Without x64, 64-bit integers in the state

@@ -45,7 +45,7 @@ from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
-UNSEEN = "f may stop gradients in compiled code or loops, or read values"
+UNSEEN = "f may stop gradients in compiled code or loops, or f cannot be traced"
 NOISY = "inconclusive because of rounding noise"
 _MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 

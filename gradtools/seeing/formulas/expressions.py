@@ -9,8 +9,8 @@ not in the result are summed over; the result is broadcast along labels that no 
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 
-`OPERATIONS` defines the evaluation, derivative and notation of the other operations. An operation
-that is not registered is written by name (`opaque.py`). Expressions are evaluated in float64,
+`OPERATIONS` defines the evaluation, derivative and notation of the other operations. Operations
+outside of the vocabulary are written by name (`opaque.py`). Expressions are evaluated in float64,
 complex128 and int64.
 """
 

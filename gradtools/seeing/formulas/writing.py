@@ -54,7 +54,7 @@ class Writer:
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
-        """Writes an operand of a function of whole arrays, with explicit broadcasts."""
+        """Writes an operand of a function call, with explicit broadcasts."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:

@@ -92,8 +92,8 @@ class Graphing(Operators):
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
         Each operation has a pass (``node.phase``), a source line of f, the names of its modules,
-        and a ``node.mark``: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint" or
-        "inner derivative" inside of such an operator, and otherwise empty. ``edge.saved`` is True
+        and a ``node.mark``, which names the enclosing operator ("custom rule", "edited gradient",
+        "chunked", "frozen", "checkpoint", "inner derivative") or is empty. ``edge.saved`` is True
         if a later pass reads the value, and ``edge.bytes`` is the size of the value. If a
         derivative is lost on an edge, ``edge.cut`` is the reason, as in `why_zero`.
 

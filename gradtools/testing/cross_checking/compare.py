@@ -39,7 +39,7 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    The outputs are compared in structure, shape, dtype and value. For order 1 and 2, the gradients
+    The outputs are compared in structure, shape, dtype and value. For orders 1 and 2, the gradients
     of Re<c, f> with respect to all differentiated leaves are also compared. For order 2,
     pushforwards and the Hessian-vector products of Re<c, f>, by forward over reverse and by reverse
     over reverse, are also compared. The cotangent c and the directions are drawn independently at
@@ -67,8 +67,8 @@ def cross_check(
             each framework. 2 also compares pushforwards and second derivatives.
         mapping: Pairs the parameters if both programs are models: a `ParameterMapping`, or the
             `overrides` of `match_parameters` (a dictionary from PyTorch's names to JAX's names). If
-            None, parameters with equal names and shapes are paired, or `match_parameters` is
-            called.
+            None, the parameters are paired by equal names and shapes or, if these differ, by
+            `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves all dtypes unchanged.
         seed: The seed of the random directions.

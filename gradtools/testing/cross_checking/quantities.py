@@ -47,7 +47,7 @@ _COPY = (
     "match_parameters(torch_model, jax_model), jax_model = mapping.into(jax_model), "
     "cross_check(..., mapping=mapping)."
 )
-Leaves = list[np.ndarray | None]  # one array for each leaf, or None if it is not connected
+Leaves = list[np.ndarray | None]  # an array, or None, for each leaf
 
 
 @dataclass

@@ -4,8 +4,8 @@
 
 Intended edits are not reported: in a comparison, gradient edits are replaced by identities, and a
 value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` block) is replaced in
-later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
-custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
+later runs by its value from the first run. Values whose gradients are stopped by gradtools or
+inside custom functions or rules are recomputed in each run. A stopped value can also be an operand
 of a custom rule, and the rule can compute the derivative of a function in which this value varies
 (as in a linear solver with factors of a stopped matrix); a hook of f can also compute such a
 derivative. In these cases, a derivative is wrong only if it differs from finite differences both

@@ -224,7 +224,7 @@ def naming(
 ) -> Iterator[None]:
     """Context manager that adds to exceptions a note about the code that raised them.
 
-    hint: Returns a further sentence for an exception, or an empty string.
+    hint: A function that returns a further sentence for an exception, or an empty string.
     """
     try:
         yield

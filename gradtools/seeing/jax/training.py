@@ -170,7 +170,7 @@ def _is_masked(state: Any) -> bool:
 
 
 def _constant_outputs(closed: Any) -> list[bool]:
-    """Returns whether each output of a jaxpr depends on no input; a product with 0 is constant."""
+    """Returns for each output of a jaxpr whether it is constant, such as a product with 0."""
     constant = set(closed.jaxpr.constvars)
     is_constant = lambda x: isinstance(x, Literal) or x in constant
     is_zero = lambda x: isinstance(x, Literal) and not np.any(x.val)

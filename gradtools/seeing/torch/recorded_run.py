@@ -121,7 +121,7 @@ def is_model(x: Any) -> bool:
 
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
-    """Links conversions to NumPy or Python with the values that depend on the converted data.
+    """Links conversions to NumPy or Python to the values that depend on the converted data.
 
     If no perturbed run succeeds, or the function is not deterministic, every output counts as
     dependent.

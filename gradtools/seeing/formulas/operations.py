@@ -304,7 +304,7 @@ def _write_along(w: Writer, y: Expr) -> Written:
         return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
     if y.op == "standardize" and y["eps"]:
         eps = f"ε = {ts.number(y['eps']).text}"
-        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the axes below")
+        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the indexed axes")
     return ts.function(y.op, [w.operand(x)], below)
 
 

@@ -135,9 +135,9 @@ class TorchGuest:
             if stream is not None and not torch.equal(stream, torch.get_rng_state()):
                 torch.set_rng_state(stream)
                 raise GradtoolsError(
-                    f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so its "
-                    "derivative would draw other numbers. Call eval() on the module, or bridge it: "
-                    "apply, params, state = to_jax(module), and pass a key to apply."
+                    f"to_jax: {of.name} draws random numbers from PyTorch's global generator, so "
+                    "its derivative would draw other numbers. Call eval() on the module, or bridge "
+                    "it: apply, params, state = to_jax(module), and pass a key to apply."
                 )
         except BaseException:
             base.written = None if is_first else base.written

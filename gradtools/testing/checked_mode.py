@@ -172,7 +172,7 @@ class CheckedProgram:
             return self.numbers(self.held(*xs))
 
     def numbers(self, xs: Sequence[Any]) -> list[Any]:
-        """Converts arrays to NumPy arrays of double precision."""
+        """Converts arrays to NumPy arrays in double precision."""
         narrow = map(self.backend.to_numpy, xs)
         return [x.astype(np.result_type(x.dtype, np.float64)) for x in narrow]
 
@@ -362,7 +362,7 @@ class _CheckedMembers:
     # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
-        """Checks the derivative of `run(*args, **kwargs)`, in case the framework computes it."""
+        """Checks the derivative of `run(*args, **kwargs)`, which the framework may compute."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         leaves, treedef = self.backend.flatten((args, kwargs))

@@ -216,7 +216,7 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands.
+    """A formula in one or two operands.
 
     For example, ``c x`` is printed as ``2 y`` if the letter of the operand is y and c is 2.
 

@@ -21,11 +21,11 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import bits, changes, everything
 
 TEXT = "planted by the test"
-MOST = 6  # if f is called more often, only its first calls and its last call fail
+MOST = 6  # maximum number of first calls of f that fail; the last call of f also fails
 
 
 class Planted(Exception):
-    """An error that the user's function raises, of a class that no framework handles."""
+    """An exception, unknown to the frameworks, that the user's function raises."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ KINDS: dict[str, FindingKind] = {
         "remove the detach or stop_gradient, or stop only values that must be constant",
     ),
     "left_framework": FindingKind(
-        "the computation leaves the framework, and its result is a constant to the framework",
+        "the computation leaves the framework, and its result is a constant for the framework",
         "use operations of the framework; for a NumPy function write a rule (host_function, "
         "custom_rule), or use straight_through(f, surrogate) if the function is discrete",
     ),
@@ -60,7 +60,7 @@ KINDS: dict[str, FindingKind] = {
         "checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "a gradient is taken inside of f without a graph, so it cannot be differentiated",
+        "f computes a gradient without a graph, so this gradient cannot be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
@@ -116,7 +116,7 @@ KINDS: dict[str, FindingKind] = {
     "unregistered": _in_training(
         "the tensor requires grad, but parameters() does not list the tensor",
         "keep layers in an nn.ModuleList or nn.ModuleDict, not in a list or dict, and tensors in "
-        "an nn.ParameterList; make a single tensor a parameter after all other operations, "
+        "an nn.ParameterList; apply nn.Parameter to a single tensor after all other operations, "
         "self.name = nn.Parameter(tensor); or pass a computed tensor as an argument",
         headline=_NOT_TRAINED,
     ),

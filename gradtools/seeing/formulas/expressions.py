@@ -3,9 +3,9 @@
 An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are the
 same object (hash consing), so common subexpressions are identical. Inputs are placeholders.
 
-Products, sums over axes, broadcasts, transposes, traces and diagonals are represented by the
-operation ``einsum``, which multiplies a coefficient and factors with axis labels. Labels that are
-not in the result are summed over; the result is broadcast along labels that no factor has::
+Products, sums over axes, broadcasts and transposes are represented by the operation ``einsum``,
+which multiplies a coefficient and factors with axis labels. Labels that are not in the result are
+summed over; the result is broadcast along labels that no factor has::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 

@@ -28,7 +28,7 @@ from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
 _STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relative distances
-# `tolerance` at order 1 and `floor` (see `compared`), for double and for single precision.
+# Pairs of `tolerance` at order 1 and `floor` (see `compared`), in double and single precision.
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
 _NARROW = {REAL: np.float32, COMPLEX: np.complex64}
 Arrays = Sequence[Any]
@@ -318,7 +318,7 @@ def compared(
         a = np.asarray(expected) + 0.0
         b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
-            message = f"{name} has shape {a.shape}; the {who} gives {b.shape}"
+            message = f"{name} has shape {a.shape}, but shape {b.shape} in the {who}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

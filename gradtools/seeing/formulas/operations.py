@@ -72,7 +72,7 @@ def _write_sum(w: Writer, x: Expr) -> Written:
 def _write_power(w: Writer, x: Expr) -> Written:
     base, exponent = w.write(x.args[0]), x["exponent"]
     size, raised = abs(exponent), base
-    if size != 1:  # marks the power of an array as elementwise
+    if size != 1:  # ∘ marks an elementwise power of an array
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if exponent < 0 else raised
 

@@ -50,7 +50,7 @@ class Writer:
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
-        """Returns whether x is a named value or a transpose or multiple of a named value."""
+        """Returns whether x is a transpose, broadcast or multiple of a named value, or is named."""
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:

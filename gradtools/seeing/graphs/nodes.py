@@ -257,7 +257,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Returns a copy of the node in which the node and its bodies belong to the pass `phase`."""
+    """Returns a copy of the node; the copy and its bodies belong to the pass `phase`."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies)

@@ -260,7 +260,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the bytes of `values`; counts each storage once and omits `alive` values."""
+        """Returns the size of `values` in bytes; counts a storage once and omits `alive` values."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 

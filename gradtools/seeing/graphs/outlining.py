@@ -339,7 +339,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Formats an operand: ✕a if a derivative is lost, [a] if the derivative is zero or missing."""
+    """Formats an operand: ✕a if a gradient is lost, [a] if its derivative is zero or undefined."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE

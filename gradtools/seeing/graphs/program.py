@@ -59,7 +59,7 @@ class LeafProgram:
     Attributes:
         framework: The PyTorch or JAX modules that implement `gradtools.seeing`.
         leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
-        statics: Pairs of a leaf that is not an array, such as a module, and the name of this leaf.
+        statics: A pair (leaf, name) for each leaf that is not an array, such as a module.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of the result of the latest run.
     """

@@ -117,8 +117,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         except Exception as error:
             came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
-                f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
-                "Pass the model, or the part of the model, for which the optimizer was created."
+                f"{caller}: the optimizer's init(params), called with this model's parameters, "
+                f"raised {came}. Pass the model or submodule for which the optimizer was created."
             ) from error
     else:
         raise GradtoolsError(
@@ -151,7 +151,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             (raw if passes_through else trained).add(id(x))
     if not trained and not _is_masked(state):
         trained, raw = raw, set()
-    if not trained and not raw:  # a schedule or an accumulation of gradients may start with zeros
+    if not trained and not raw:  # a schedule or gradient accumulation may start with zero updates
         constant = _constant_outputs(jax.make_jaxpr(step)(1.0, state, part))
         trained = {id(x) for x, same in zip(leaves, constant, strict=False) if not same}
 

@@ -1,7 +1,7 @@
 """Converts an outline to JSON data for layout.js, markup.js and page.js.
 
 The widths of texts are measured in Python, except for byte sizes. The scripts compute the width of
-a byte size as `advance` times the number of letters.
+a byte size as `advance` times the number of characters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The function f runs once at copies of its arguments; its aten operations are recorded, and its side
 effects are undone. Captured tensors that require grad are differentiated like arguments. An
 operation outside of the vocabulary is decomposed by PyTorch, and the parts are recorded if all
-parts are in the vocabulary. An operation with other parts becomes opaque: PyTorch computes and
+parts are in the vocabulary. Otherwise, the operation becomes opaque: PyTorch computes and
 differentiates the operation. Each torch.autograd.Function is an opaque operation.
 
 An in-place operation gives the tensor a new value. GradtoolsError is raised if f reads a tensor

@@ -159,7 +159,7 @@ class DerivativeCheck:
             outputs.
         modes: The modes that f must support. If None, all modes that f supports are checked.
         labels: Maps a mode to its name in the report.
-        present: Maps each mode that has been tested to True if the check uses the mode.
+        present: Maps each mode that was passed to `has` to the result of `has`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class DerivativeCheck:
                     f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
                     "not checked"
                 )
-            if 0 < count == y.size:  # a failure
+            if 0 < count == y.size:  # an output without finite entries is a failure
                 self.report.comparisons.append(compare_arrays("value", path, y, y))
 
     def note_undecided(self) -> None:

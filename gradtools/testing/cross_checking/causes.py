@@ -7,7 +7,7 @@ Each disagreement is explained by the first cause that applies:
 3. a relation between the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-If a value differs, derivatives without a known cause get the cause of this disagreement. If
+If a value differs, derivatives without a known cause get the cause of the first disagreement. If
 the derivative of one side differs from finite differences, the detail of the comparison names this
 side.
 """

@@ -62,7 +62,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     without = [side for side in (first, second) if not side.params]
     if without and mapping is not None:
         raise GradtoolsError(
-            f"{caller}: a mapping pairs the parameters of two models; there are none in "
+            f"{caller}: a mapping pairs the parameters of two models; there are no parameters in "
             f"{' and '.join(side.name for side in without)}."
         )
     constants = "parameter{} of the {} model {} no counterpart: not differentiated"
@@ -85,7 +85,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     unknown = [name for name in entries if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
-            f"{caller}: the mapping's names differ from JAX's parameters: missing "
+            f"{caller}: the mapping's names differ from JAX's parameter names: missing "
             f"{missing or 'none'}, unknown {unknown or 'none'}. JAX's names are {[*theirs]}."
         )
     for name, e in entries.items():

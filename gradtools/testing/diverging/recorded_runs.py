@@ -65,8 +65,8 @@ class RecordedRuns:
         torch: The run in PyTorch.
         jax: The run in JAX.
         outputs: The pairs of corresponding outputs of both runs.
-        classes: Maps the index of each group (see `Step.entries`) to the group's steps of PyTorch
-            and of JAX.
+        classes: Maps the index of each group (see `Step.entries`) to the group's steps in PyTorch
+            and in JAX.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
         notes: Notes for a report.
     """

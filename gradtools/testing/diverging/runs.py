@@ -202,8 +202,8 @@ def match(
         named: Pairs of corresponding leaves, which are compared even if all entries are equal.
 
     Returns:
-        A dictionary from the index of each group (see `Step.entries`) to the group's steps of
-        PyTorch and of JAX.
+        A dictionary from the index of each group (see `Step.entries`) to the group's steps in
+        PyTorch and in JAX.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

@@ -1,7 +1,7 @@
 """Defines a table of tensors and their values, with a log of in-place writes per storage.
 
 A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
-Each storage has a log of in-place writes, which updates the value of a tensor on its next read.
+Each storage has a log of in-place writes; the next read of a tensor updates its value from the log.
 """
 
 from __future__ import annotations

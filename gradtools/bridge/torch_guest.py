@@ -99,7 +99,7 @@ class TorchGuest:
             except Exception as error:
                 raise GradtoolsError(
                     f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of "
-                    f"{of.name}'s result, which could not be inferred. Declare these: "
+                    f"{of.name}'s result, which could not be inferred. Declare both: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error

@@ -195,7 +195,7 @@ class CheckedProgram:
             return dot(vs, self.numbers(self.backend.jvp(run, xs, like(us, xs))[2]))
 
     def pull(self, run: Any, xs: list[Any], vs: Sequence[Any]) -> list[Any]:
-        """Applies the pullback of `run` at xs to the cotangents vs, converted from NumPy."""
+        """Applies the pullback of `run` at xs to the cotangents vs, which are NumPy arrays."""
         result = self.backend.vjp(run, xs, groups=None, once=True)
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 

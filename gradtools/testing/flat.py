@@ -222,7 +222,7 @@ def first_line(error: Exception) -> str:
 def naming(
     caller: str, name: str, hint: Callable[[Exception], str] = lambda error: ""
 ) -> Iterator[None]:
-    """Context manager that adds to exceptions a note about the code that raised them.
+    """Context manager that adds a note with the name of the failing code to exceptions.
 
     hint: A function that returns a further sentence for an exception, or an empty string.
     """

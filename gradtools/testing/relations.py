@@ -285,7 +285,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """Finds expressions of the operands that equal an array, and returns the shortest first."""
+    """Returns the expressions of the operands that equal an array, the shortest first."""
     a, found = widened(a), list[Expression]()
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return found

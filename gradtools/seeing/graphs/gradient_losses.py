@@ -1,7 +1,7 @@
 """Finds operations at which the gradient of a leaf is lost, and gradient edits without effect.
 
-If a value depends on a leaf, either the value is *differentiable* in the leaf, or only its data
-depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
+If a value depends on a leaf, either the value is *differentiable* with respect to the leaf, or only
+its data depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
 differentiable value and affects the output only through values that are not differentiable (D means
 differentiable)::
 
@@ -49,7 +49,7 @@ class Loss:
 
     Attributes:
         node: The operation.
-        input: The position of the operand that is differentiable in the leaf.
+        input: The position of the operand that is differentiable with respect to the leaf.
         whole: Whether the whole gradient of the leaf is lost. If False, only the gradient of one
             summand is lost.
         further: Whether the derivative is already lost at earlier operations on all paths.

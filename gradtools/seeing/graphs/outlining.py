@@ -7,8 +7,8 @@
    all of its readers, an argument is placed outside of all blocks, and an output is placed after
    the block that computes the output. If there are many outputs, gradients of parameters are placed
    inside of blocks.
-3. Values get letters in the order of the whole outline, so the letters are the same in the text and
-   in all pictures of a graph, for any set of expanded blocks.
+3. Letters are assigned in the order of the whole outline, so the letters are the same in the text
+   and in all pictures of a graph, for any set of expanded blocks.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class LeafProgram:
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Replaces argument positions in leaf names by the names of f's parameters, if known.
+    """Replaces argument positions in leaf names with the names of f's parameters, if known.
 
     ``argument 0['w']`` becomes ``params['w']``, and ``argument 'x'`` becomes ``x``.
     """

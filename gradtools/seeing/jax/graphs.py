@@ -301,7 +301,7 @@ _OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """Returns the `_Place` of an equation's bodies; reads modules from scopes or stack frames."""
+    """Returns the `_Place` of an equation's bodies, with modules from scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

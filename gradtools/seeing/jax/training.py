@@ -187,5 +187,5 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """Replaces the Variables in an nnx state by arrays."""
+    """Replaces the Variables in an nnx state with arrays."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)

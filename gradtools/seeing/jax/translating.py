@@ -143,7 +143,7 @@ class _Translator:
             results = self._read(eqn, entries)
             if results is not None and None not in results:
                 return self._fitted(eqn, results)
-        # A host function is written by the name of its kernel.
+        # A host function is written with the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
         return self._named(eqn, entries, shown)

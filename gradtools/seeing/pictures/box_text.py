@@ -106,7 +106,7 @@ def short(text: str, longest: int = 60) -> str:
 
 
 def shown(text: str) -> str:
-    """Replaces control characters and surrogates, which cannot be drawn, by a dot."""
+    """Replaces control characters and surrogates, which cannot be drawn, with a dot."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -41,13 +41,13 @@ def cross_check(
 
     The outputs are compared in structure, shape, dtype and value. For orders 1 and 2, the gradients
     of Re<c, f> with respect to all differentiated leaves are also compared. For order 2,
-    pushforwards and the Hessian-vector products of Re<c, f>, by forward over reverse and by reverse
-    over reverse, are also compared. The cotangent c and the directions are drawn independently at
-    random; for a real scalar f, c is 1. A leaf that has a gradient in only one framework is a
-    disagreement. NaN and infinity agree only with the same value at the same index. Entries that
-    are not finite are counted as not compared, and an array without a finite entry is a
-    disagreement. Derivatives that differ only at a kink or tie, where each framework has its own
-    subgradient, are reported with the status "convention".
+    pushforwards and the Hessian-vector products of Re<c, f>, in forward-over-reverse and in
+    reverse-over-reverse mode, are also compared. The cotangent c and the directions are drawn
+    independently at random; for a real scalar f, c is 1. A leaf that has a gradient in only one
+    framework counts as a disagreement. NaN and infinity agree only with the same value at the same
+    index. Entries that are not finite are counted as not compared, and an array without a finite
+    entry counts as a disagreement. Derivatives that differ only at a kink or tie, where each
+    framework has its own subgradient, are reported with the status "convention".
 
     If the results do not show the cause, both programs are recorded as in `first_divergence`, and
     the report contains the lines at which the programs diverge.

@@ -32,8 +32,8 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     if inside or getattr(_here, "recording", False):
         raise GradtoolsError(
             f"{what} can only be recorded in plain eager code, not inside a transform of "
-            "torch.func, in compiled code, or while another run is recorded. Call the operator "
-            "outside of these."
+            "torch.func, in compiled code, or while another run is recorded. Move the call of the "
+            "operator to plain eager code."
         )
     with undone(run, leaves) as undo:
         _here.recording = True

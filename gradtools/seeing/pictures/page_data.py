@@ -27,7 +27,7 @@ _WORDS: dict[int | str, str] = {
 
 @cache
 def script(name: str) -> str:
-    """Reads a script, style sheet or HTML page of this folder."""
+    """Reads a script, style sheet or HTML page from this folder."""
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -47,7 +47,7 @@ def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndar
 
 
 def slope(f: Line, eps: float) -> Slope:
-    """Computes the slope of f at 0 by extrapolated central differences.
+    """Computes the slope of f at 0 from extrapolated central differences.
 
     Args:
         f: A function that maps a scalar position on the line to a vector.

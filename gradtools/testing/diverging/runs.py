@@ -149,7 +149,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates how unlikely an accidental equality with x is: NONE, WEAK or STRONG."""
+    """Rates how unlikely it is that another value equals x by chance: NONE, WEAK or STRONG."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -168,7 +168,7 @@ def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] |
 
 
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
-    """Returns whether two arrays agree relative to the largest entry.
+    """Returns whether two arrays agree within an error relative to the largest entry.
 
     The constants of a mask (-1e4, -1e9) are compared separately.
     """

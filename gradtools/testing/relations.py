@@ -104,7 +104,7 @@ def _relations(
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
-    """Yields named functions that reshape or permute x, or both, to obtain the given shape."""
+    """Yields named functions that convert x to the given shape by a reshape, transpose or both."""
     if x.shape == shape:
         yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))

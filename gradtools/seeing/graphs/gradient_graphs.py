@@ -115,9 +115,10 @@ class Graphing(Operators):
 
         Returns:
             A `Graph`. Inputs and outputs are named after f's parameters: "params['w']", "cotangent
-            of output", "gradient of params['w']". A leaf that no derivative reaches has no
-            gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or
-            ``save()`` to show the graph; notebooks draw the graph automatically.
+            of output", "gradient of params['w']". A leaf has no gradient if no output is
+            differentiable with respect to it. Use ``str()``, ``to_svg()``, ``to_html()``,
+            ``to_dot()``, ``to_mermaid()`` or ``save()`` to show the graph; notebooks draw the graph
+            automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph

@@ -1,9 +1,9 @@
 """Defines the graph of one run of a PyTorch or JAX program.
 
 A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and produces
-values; a value is an abstract array, with only a shape and a dtype. A node has a framework-neutral
-name (`operation`), the framework's own name (`native`), the line of the user's code, the module,
-and the dependence of each output on each input::
+values; a value is an abstract array: a shape and a dtype without data. A node has a
+framework-neutral name (`operation`), the framework's own name (`native`), the line of the user's
+code, the module, and the dependence of each output on each input::
 
     none < cut < zero_derivative < differentiable
 

@@ -1,7 +1,7 @@
 """Names the inputs and outputs of the forward and backward passes.
 
-The forward pass computes the outputs y = f(x). The backward pass takes a cotangent c for each y and
-computes the gradients g = Jᴴc. The double backward pass takes a cotangent v for each g and
+The forward pass computes the outputs y = f(x). The backward pass receives a cotangent c for each y
+and computes the gradients g = Jᴴc. The double backward pass receives a cotangent v for each g and
 computes the gradients of <g, v> with respect to x and c. Both backends use the same names for
 inputs and outputs::
 

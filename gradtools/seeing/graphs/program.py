@@ -1,7 +1,7 @@
 """`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
+named after its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
 constructor also validates the user's arguments.
 """
 

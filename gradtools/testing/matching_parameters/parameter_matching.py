@@ -274,7 +274,7 @@ class _Matching:
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _unequal(self) -> str:
-        """Returns a sentence that names unpaired arrays with equal names but different shapes."""
+        """Returns a sentence that lists unpaired arrays with equal names but different shapes."""
         found = []
         for name, x in self.torch.items():
             module, _, leaf = name.rpartition(".")

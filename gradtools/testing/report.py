@@ -164,7 +164,7 @@ def entry_errors(
 ) -> np.ndarray:
     """Returns each entry's error in units of the tolerance.
 
-    The error is inf if the entries differ and one of them is not finite.
+    The error is inf if the entries differ and one of them is not finite or the tolerance is 0.
     """
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
@@ -172,7 +172,7 @@ def entry_errors(
         finite = np.isfinite(a) & np.isfinite(b)
         difference = np.where(finite & ~same, np.abs(a - b), 0.0)
         size = np.where(finite, np.maximum(np.abs(a), np.abs(b)), 0.0).max(initial=0.0)
-        units = np.where(difference > noise, difference / size / tolerance, 0.0)  # exact: inf
+        units = np.where(difference > noise, difference / size / tolerance, 0.0)
     return np.where(same, 0.0, np.where(finite, units, np.inf))
 
 

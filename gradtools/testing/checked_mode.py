@@ -211,8 +211,8 @@ class CheckedProgram:
     def compared(self) -> tuple[str, DerivativeComparison]:
         """Returns the verdict and the comparison in which stopped values are constant.
 
-        If a derivative differs and custom rules or hooks can use stopped values, the verdict is the
-        verdict of a second comparison, in which stopped values are recomputed. If f has no
+        If a derivative differs and custom rules or hooks can use stopped values, the method returns
+        the verdict of a second comparison, in which stopped values are recomputed. If f has no
         arguments, the verdict is empty.
         """
         found = self.comparison()

@@ -72,8 +72,8 @@ class Formulating(Operators):
 
         Returns:
             A `Formula`. ``str()`` formats the formula as text, ``.latex()`` formats it as LaTeX,
-            and notebooks display it. ``.marked`` lists the operations that are written by their
-            names, ``.check`` is the result of the comparison, and ``.agrees_with(derivation)``
+            and notebooks display it. ``.marked`` lists the operations that are written by name,
+            ``.check`` is the result of the comparison, and ``.agrees_with(derivation)``
             compares a manual derivation with the framework's vjp.
 
         Raises:

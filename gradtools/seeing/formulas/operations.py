@@ -1,9 +1,9 @@
 """Defines the table of operations, each with its NumPy value, pullback and notation.
 
-For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
-the cotangent of x is conj(f') g if g is the cotangent of y. For other functions the table gives the
-pullback. An operation that selects one entry of each row is represented as a product with a one-hot
-array.
+For a holomorphic function y = f(x), the table contains the derivative f' as an expression in y and
+x; the cotangent of x is conj(f') g, where g is the cotangent of y. For other functions, the table
+contains the pullback. An operation that selects one entry of each row is represented as a product
+with a one-hot array.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     """Finds the arrays that two steps of an optimizer change if all gradients are constant.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`. The learning rate may be zero in
-    the first step. The gradients of the second step are too small for clipping by norm, so an
+    the first step. The gradients of the second step are too small to be clipped by norm, so an
     update that is equal to the gradient shows that the optimizer passes the gradient through.
     """
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)

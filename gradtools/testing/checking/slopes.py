@@ -1,11 +1,11 @@
 """Computes finite-difference slopes of a function of one scalar variable.
 
-The checks evaluate a function along the line x + t u. The slope at t = 0 is computed from central
-differences with decreasing step sizes, starting at t = 0.1, which are extrapolated to step size
-zero (Ridders, 1982). The estimate with the smallest difference from its neighbors in the
-extrapolation table is returned; its error is this difference plus the rounding error. If the
-smallest step gives a different slope, as for the solution of an ill-conditioned system, all steps
-are too large for f, and the slope is undecided.
+The checks evaluate a function along the line x + t u. The slope at t = 0 is extrapolated to step
+size zero from central differences with decreasing step sizes, starting at t = 0.1 (Ridders, 1982).
+The estimate with the smallest difference from its neighbors in the extrapolation table is returned;
+its error is this difference plus the rounding error. If the smallest step gives a different slope,
+as for the solution of an ill-conditioned system, all steps are too large for f, and the slope is
+undecided.
 """
 
 from __future__ import annotations

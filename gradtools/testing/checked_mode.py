@@ -56,7 +56,7 @@ class CheckedReport:
 
     Attributes:
         compared: The number of derivatives that agree with finite differences.
-        skipped: The number of derivatives that were not compared, by reason.
+        skipped: Maps each reason to the number of derivatives that were not compared.
         notes: Remarks that are not errors, for example that f could not run again.
     """
 

@@ -56,7 +56,7 @@ def related(
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error up to which arrays count as equal.
-        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
+        sizes: Axis lengths of the program's arrays, keyed by name; a length may explain a factor.
         single: Whether to report a factor without an explanation if all entries of an array are
             equal.
     """
@@ -170,7 +170,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
 
     Args:
         ratio: The factor.
-        sizes: Axis lengths of the program's arrays, by name.
+        sizes: Axis lengths of the program's arrays, keyed by name.
 
     Example:
         >>> factor_name(1 / 5, {"the batch size": 5})
@@ -250,7 +250,7 @@ def expression_cause(
         first: For each value that PyTorch's line computes, the expressions that equal the value.
         second: For each value that JAX's line computes, the expressions that equal the value.
         direct: For each of the two lines, the letters of its direct operands.
-        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
+        sizes: Axis lengths of the program's arrays, keyed by name; a length may explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))
     forms = [sorted((e.function, e.letters) for e in side) for side in (ours, theirs)]

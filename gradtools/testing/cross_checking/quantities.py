@@ -113,7 +113,7 @@ class CrossCheck:
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side in the layout of that side, parameters first.
         paths: The names of the leaves.
-        quantities: The compared quantities, by name.
+        quantities: The compared quantities, keyed by name.
         outputs: The outputs of both sides.
         out_paths: The paths of the floating and complex outputs.
         cotangents: One cotangent per path in `out_paths`; the gradient is the pullback of all
@@ -355,7 +355,7 @@ class CrossCheck:
         return np.asarray(drawn).astype(like.dtype)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axis lengths of the leaves and the sizes of leaves and outputs, by name."""
+        """Maps descriptions to axis lengths of leaves, and to the sizes of leaves and outputs."""
         result: dict[str, int] = {}
         pairs = zip(self.paths, self.leaves[1], strict=True)
         for path, x in sorted(pairs, key=lambda pair: not pair[0].startswith("argument")):

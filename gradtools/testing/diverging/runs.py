@@ -109,9 +109,9 @@ class Run:
 
     Attributes:
         steps: The steps in the order of execution.
-        outputs: The steps of the outputs by path.
+        outputs: The steps of the outputs, keyed by path.
         pull: A function that sets the cotangents of all steps, given NumPy cotangents of the
-            outputs by path.
+            outputs, keyed by path.
     """
 
     steps: list[Step]
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def leaves(self) -> dict[str, Step]:
-        """The arguments and parameters by name."""
+        """The steps of the arguments and parameters, keyed by name."""
         return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}
 
 

@@ -28,7 +28,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     Args:
         side: The side to which the program belongs.
         program: A function of the leaves in PyTorch.
-        leaves: The arguments and parameters by name, all of which are differentiated.
+        leaves: The arguments and parameters, keyed by name; all are differentiated.
     """
     arrays = side.arrays([*leaves.values()])
     with recording_run("first_divergence: a program", lambda xs: program(*xs), arrays) as undo:

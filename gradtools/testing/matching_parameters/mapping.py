@@ -101,7 +101,7 @@ class ParameterMapping:
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
-                state_dict or gradients by name; names that are missing from the argument are
+                state_dict or gradients keyed by name; names that are missing from the argument are
                 also missing from the result.
 
         Returns:

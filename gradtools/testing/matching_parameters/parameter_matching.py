@@ -128,8 +128,8 @@ class _Matching:
     """The state of the search: the unpaired arrays, and the pairs found so far.
 
     Attributes:
-        torch: PyTorch's unpaired arrays by name.
-        jax: JAX's unpaired arrays by path.
+        torch: PyTorch's unpaired arrays, keyed by name.
+        jax: JAX's unpaired arrays, keyed by path.
         renamed: Maps names of PyTorch modules to the JAX names that the overrides give them.
     """
 

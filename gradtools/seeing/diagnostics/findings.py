@@ -61,7 +61,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "inner_gradient": FindingKind(
         "f computes a gradient without a graph, so this gradient cannot be differentiated",
-        "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
+        "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; if the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
     "in_place_data": FindingKind(

@@ -181,10 +181,10 @@ def _twins(
 ) -> set[str]:
     """Returns the names in `stopped` that belong to a network with a trained copy, called a twin.
 
-    The parameters of a twin have the same names and shapes under another prefix. A network that
-    reads the outputs of the stopped network is its next layer, not a twin. Each loss term that
-    depends on the stopped network, such as a distance between the outputs of the two networks, must
-    have a derivative with respect to the twin's parameters.
+    The parameters of a twin have the names and shapes of the stopped parameters, under another
+    prefix. A network that reads the outputs of the stopped network is its next layer, not a twin.
+    Each loss term that depends on the stopped network, such as a distance between the outputs of
+    the two networks, must have a derivative with respect to the twin's parameters.
     """
     modules: dict[str, dict[str, Any]] = {}  # maps each prefix to {rest of the name: shape}
     for one in parameters:

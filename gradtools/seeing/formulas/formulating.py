@@ -3,7 +3,7 @@
 A backend records one run of a function f as expressions, and `Formula` derives the adjoint program
 from these expressions. The formula is evaluated in NumPy and compared with the framework's
 derivatives of f (reverse mode; reverse over reverse at order 2) before it is returned. The
-comparison is made in the precision of f, at the given arguments and at random points near them at
+comparison is made in the precision of f, at the given arguments and at nearby random points at
 which f runs the same program. A manual derivation by the user is compared with the framework's
 derivatives in the same way.
 """

@@ -50,7 +50,7 @@ class Origin:
 
 
 class Recorder(Generic[V]):
-    """Base class of recorders; V is the type of a value, such as an index or an expression.
+    """Base class for recorders; V is the type of a value, such as an index or an expression.
 
     Args:
         undo: Copies of the state that the run may change.
@@ -213,7 +213,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Operations(private.Watching):
-    """Dispatch mode of the "operations" level, also used to record decompositions."""
+    """The dispatch mode of the "operations" level, which also records decompositions."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Defines results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
-`compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` contains the report. This module does
-not depend on a framework.
+`compare_arrays` returns a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
+formats them as a table, and an `AgreementError` contains the report. This module does not depend on
+a framework.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finds lost gradients in training: compares parameters, gradients and the optimizer's steps.
 
-Three sets of arrays should be equal: the parameters of the model, the arrays that get a gradient
-from the loss, and the arrays that the optimizer changes. The backends list the model's parameters
-and the optimizer's arrays; one recorded run of the loss shows which arrays get a gradient, and
-where other gradients are lost.
+Three sets of arrays should be equal: the parameters of the model, the arrays that receive a
+gradient from the loss, and the arrays that the optimizer changes. The backends list the model's
+parameters and the optimizer's arrays; one recorded run of the loss shows which arrays receive a
+gradient, and where other gradients are lost.
 """
 
 from __future__ import annotations

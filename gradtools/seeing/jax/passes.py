@@ -125,8 +125,8 @@ def _empty() -> Any:
 def graph_of_outputs(outputs: Any) -> PlainGraph:
     """Raises an error, because JAX arrays have no autograd graph."""
     raise GradtoolsError(
-        "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
-        "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+        "gradient_graph: a JAX array does not record how it was computed, so outputs= is for "
+        "PyTorch only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
 

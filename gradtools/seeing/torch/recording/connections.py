@@ -327,7 +327,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns a value index to a tensor without functorch wrappers, and records its size."""
+        """Removes functorch wrappers from x, assigns a value index to it, and records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -336,7 +336,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """Returns the value index of a tensor without functorch wrappers."""
+        """Removes functorch wrappers from x, and returns its value index."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)

@@ -6,8 +6,9 @@ documented here and in `gradtools/jax/reachability.py`. A custom rule replaces t
 function, so cuts inside of the function have no effect. An equation that writes to a mutable
 reference assigns a new value to the reference.
 
-The source line of a node is the innermost line of the user's code. JAX traces its own jitted
-functions once, so the equations of these functions get the line of the call.
+The source line of a node is the innermost line of the user's code. JAX traces each of its own
+jitted functions only once, so the equations of these functions are assigned the line of the current
+call.
 """
 
 from __future__ import annotations

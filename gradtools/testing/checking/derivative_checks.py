@@ -79,9 +79,9 @@ def check_derivatives(
     (8e-4 in float32). Both modes are compared with each other (dot-product test) and tested for
     linearity in the tangent or cotangent. For order 2, every combination of modes is compared with
     finite differences of the gradient or pushforward. Complex arguments are perturbed in complex
-    directions; all inner products are Re<u, v>. The tolerances are given by
-    `gradtools.testing.tolerance`. float32 products are computed in full precision during the check,
-    without TF32 or bfloat16.
+    directions; all inner products are Re<u, v>. Two modes are compared with the tolerance of
+    `gradtools.testing.tolerance`, and finite differences with a larger tolerance. float32 products
+    are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.

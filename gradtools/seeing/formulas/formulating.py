@@ -63,7 +63,7 @@ class Formulating(Operators):
         Args:
             f: A function of pytrees of arrays, or a module. The names of f's parameters are the
                 names of the inputs in the formula.
-            *args: Arguments of f; arrays of any shape and dtype.
+            *args: Arguments of f; arrays of any shape and dtype, except 16-bit floating dtypes.
             order: 1 for the adjoint, or 2 for the adjoint and the double backward.
             argnums: The position of the differentiated argument, or a tuple of positions; the
                 leaves are floating or complex. In PyTorch, captured parameters that require grad
@@ -79,8 +79,8 @@ class Formulating(Operators):
         Raises:
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
                 argument; f raises an error, returns no array, or cannot be differentiated by the
-                framework; the formula and automatic differentiation differ (a bug in gradtools; the
-                error shows both values).
+                framework; f computes in a 16-bit floating dtype; the formula and automatic
+                differentiation differ (a bug in gradtools; the error shows both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))

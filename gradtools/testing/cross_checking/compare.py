@@ -52,8 +52,8 @@ def cross_check(
     If the results do not show the cause, both programs are recorded as in `first_divergence`, and
     the report contains the lines at which the programs diverge.
 
-    During the check, float64 is enabled in JAX if an input or parameter has 64 bits, and
-    float32 products are computed in full precision, without TF32 or bfloat16.
+    During the check, float64 is enabled in JAX if an input or parameter is float64 or complex128,
+    and float32 products are computed in full precision, without TF32 or bfloat16.
 
     Args:
         torch: A function of torch tensors, a ``torch.nn.Module``, or the triple

@@ -85,7 +85,7 @@ def crossed(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> Iterator[CrossCheck]:
-    """Yields a `CrossCheck` of two programs, with x64 enabled in JAX if an array has 64 bits."""
+    """Yields a `CrossCheck` of two programs; x64 is on in JAX if an array has double precision."""
     if not isinstance(args, tuple | list):
         raise GradtoolsError(
             f"{caller}: args must be a tuple with one entry for each argument, got a "

@@ -126,11 +126,10 @@ class CheckedProgram:
         eps: The largest machine epsilon of the dtypes that f uses.
         unseen: The number of operations of f in which a stopped gradient cannot be detected.
         notes: Notes for the report.
-        hooks: A dictionary whose keys describe the gradient hooks that f registers.
+        hooks: A dictionary whose keys describe the gradient hooks of f and of its parameters.
         values: The values whose gradients f stops in a run; `recorded` contains the values of the
             first run.
-        stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand,
-            or f registers a hook after it stops a gradient.
+        stops_reach_rules: Whether a custom rule or a hook may use a value whose gradient f stops.
         recompute: Whether the stopped values are recomputed in later runs.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".

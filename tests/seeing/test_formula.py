@@ -1,4 +1,4 @@
-"""Tests formulas of PyTorch programs: text, numerical checks and errors."""
+"""Tests formulas of PyTorch programs: text, LaTeX and numerical checks."""
 
 import re
 

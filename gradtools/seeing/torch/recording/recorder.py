@@ -59,7 +59,7 @@ class Recorder(Generic[V]):
         caller: The name of the operator, for error messages.
         levels: The intercepted levels, outermost first.
         values: Maps each value index to the shape, dtype and name of the value.
-        captured: Maps value indices to the tensors that existed before the run.
+        captured: Maps value indices to captured tensors, or to None for Python numbers.
         names: Maps the ids of captured tensors to their names.
         scope: The names of the running modules, outermost first, each relative to the parent
             module.

@@ -1,6 +1,6 @@
-"""`checked` accepts correct autograd.Functions at kinks and ties and in low precision.
+"""Tests `checked` with autograd.Functions at kinks, at ties and in low precision.
 
-Each case differentiates one function at one point in one dtype, with `grad` and `hvp`.
+Each case of the table differentiates one function at one point in one dtype, with `grad` and `hvp`.
 """
 
 from __future__ import annotations

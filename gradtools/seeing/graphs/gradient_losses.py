@@ -7,10 +7,10 @@ differentiable)::
 
     lost(op)   if  D(input), not D(output), output -> ... -> end through values v with not D(v)
 
-No gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
+A `detach` or `stop_gradient` does not count as a lost gradient if its result is combined with a
 differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing
-constant. No gradient is lost at the condition of a `where` if the selected data also depends on the
-leaf; the gradient is then lost at an operation that computes the data::
+constant. The condition of a `where` does not count as a lost gradient if the selected data also
+depends on the leaf; the gradient is then lost at an operation that computes the data::
 
     where(isfinite(x).all(), argmax(x), -1)    argmax
     where(x > 0, 1, 0)                         x > 0

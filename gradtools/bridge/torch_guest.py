@@ -83,7 +83,7 @@ class TorchGuest:
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """Returns the outputs' ArraySpecs, inferred with fake tensors.
 
-        Changes that the function makes during inference, such as caches of modules, are undone.
+        State that the function changes during inference, such as caches of modules, is restored.
         """
         from gradtools.seeing.torch.undo import undone
 

@@ -26,7 +26,7 @@ from gradtools.seeing.formulas.typesetting import Written
 
 
 class Writer:
-    """Writes expressions; a named expression is written by its name."""
+    """Writes expressions; a named expression is written as its name."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -305,7 +305,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Merges the classes of axes of equal length that have the same label in an operation."""
+        """Merges the classes of axes with the same length and the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):

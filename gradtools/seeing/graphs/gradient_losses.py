@@ -138,8 +138,8 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     """Yields (value, role) for output summands without a derivative with respect to the leaves.
 
     The summands depend on the leaves only through operations without a derivative. Only scalar
-    outputs that are differentiable in a leaf are examined; other outputs are treated as metrics.
-    The role is:
+    outputs that are differentiable with respect to a leaf are examined; other outputs are treated
+    as metrics. The role is:
 
     - "shift" if a differentiable summand also depends on the stopped values, as in
       ``log(sum(exp(x - s))) + s``;
@@ -170,7 +170,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Returns whether each summand that depends on `values` is differentiable in `others`."""
+    """Returns whether summands that depend on `values` have gradients with respect to `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
     parts = [part for out in graph.outputs for part in _parts(graph, out, both)]

@@ -30,7 +30,7 @@ class Operand:
 
     Attributes:
         makers: Pairs (key of a box, output index) of the operations that may produce the value. The
-            result of a branch has one pair per branch.
+            result of a conditional has one pair per branch.
         number: The index of the value, a key of `Outline.values`.
         text: The text of a constant number; empty for values.
         strength: The dependence of the operation's outputs on the operand.

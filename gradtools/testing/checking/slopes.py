@@ -19,7 +19,7 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
-_FINEST = 70  # The maximum number of step sizes, if larger steps leave f's domain.
+_FINEST = 70  # The maximum number of step sizes, for functions that are defined only near 0.
 
 
 class Slope(NamedTuple):

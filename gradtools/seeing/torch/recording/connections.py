@@ -291,7 +291,7 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
-        A changed tensor that the function returns is included only if no earlier value differs.
+        A returned tensor that differs is included only if no entry of `entries` differs.
         """
         both = zip(self.entries, other.entries, strict=False)
         alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ

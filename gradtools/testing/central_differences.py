@@ -41,9 +41,9 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        The verdict is "differs" if two of three comparisons return "differs". If a comparison does
-        not return "agrees", xs is moved slightly before the next comparison, away from a possible
-        kink or tie, unless the derivative is not finite.
+        The verdict is "agrees" if one of up to three comparisons returns "agrees"; otherwise it is
+        "differs" if at least two comparisons return "differs". Before each further comparison, xs
+        is moved slightly, away from a possible kink or tie, unless the derivative is not finite.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)

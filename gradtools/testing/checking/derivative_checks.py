@@ -331,9 +331,9 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with finite differences and stores which entries are undecided.
 
-        Entries at which f is not finite are not compared. If no step size gives an estimate, or if
-        rounding errors are as large as the estimate, the derivative counts as wrong only if it is
-        NaN.
+        Entries at which f is not finite are not compared. If no step size gives an estimate, the
+        derivative counts as wrong only if it is NaN. Otherwise, a difference of at most 10 times
+        the error of the estimate is accepted, and the entry is undecided if this bound is large.
 
         derivative: Maps t to the derivative at x + t u. Derivatives at small t show whether x is at
             a kink, or whether the smallest step size is too large for f.
@@ -391,8 +391,9 @@ class DerivativeCheck:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for a tangent u of leaf i.
 
         Both sides are sums over the outputs and over the entries of leaf i. For such a sum, a kink
-        cannot be recognized and a wrong entry cannot be located. A failed or undecided comparison
-        is therefore repeated for each output and each entry.
+        cannot be recognized and a wrong entry cannot be located. For small arrays, a failed
+        comparison is therefore repeated for each output, and a failed or undecided comparison is
+        repeated for each entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())

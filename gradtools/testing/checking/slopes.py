@@ -2,10 +2,10 @@
 
 The checks evaluate a function along the line x + t u. The slope at t = 0 is extrapolated to step
 size zero from central differences with decreasing step sizes, starting at t = 0.1 (Ridders, 1982).
-The estimate with the smallest difference from its neighbors in the extrapolation table is returned;
-its error is this difference plus the rounding error. If the smallest step gives a different slope,
-as for the solution of an ill-conditioned system, all steps are too large for f, and the slope is
-undecided.
+The error of an estimate is its difference from its neighbors in the extrapolation table plus the
+rounding error; the estimate with the smallest error is returned. If the smallest step gives a
+different slope, as for the solution of an ill-conditioned system, all steps are too large for f,
+and the slope is undecided.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def diagnosed(
     Args:
         program: The function and its leaves.
         recording: The recorded run of `program`.
-        examined: Maps the name of each leaf or parameter to the indices of its values in the graph.
-            This sequence is empty if the program does not read the array.
+        examined: Maps the name of each leaf or parameter to the indices of its values in the graph,
+            an empty sequence if the program does not read the array.
         absent: The kind of finding, a key of `KINDS`, for an array from which no data flows to the
             output.
     """

@@ -227,7 +227,7 @@ class RecordedRuns:
 
 
 def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the cotangents of two equal values, in JAX's layout."""
+    """Returns the cotangents of two values in JAX's layout, or None if the values differ."""
     layout = layout_of(x, y)
     return None if layout is None else (layout[1](x.gradient), y.gradient)
 

@@ -193,8 +193,8 @@ def match(
     """Finds the values that occur in both runs, and sets `Step.entries` and `Step.is_common`.
 
     If one side reshapes where the other side transposes, the reshaped array has the entries of a
-    common value in a different order. The reshaped array equals a value of another shape, but no
-    value of its own shape, and is therefore not marked as common.
+    common value in a different order. The reshaped array equals a value of another shape, but
+    differs from the values of its own shape, and is therefore not marked as common.
 
     Args:
         torch: The run in PyTorch.

@@ -136,7 +136,7 @@ class _Comparison:
 
         Raises:
             GradtoolsError: The formula differs from automatic differentiation, or the function
-                computes a number that is not finite at every point.
+                raises an error or computes a number that is not finite at each of the points.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)

@@ -133,7 +133,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """Returns one box or block per node; adds the boxes of the outputs to `level.made`."""
+        """Returns one box or block per node; maps each output to its box in `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -234,7 +234,7 @@ def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
 
 
 def _tidy(entry: Box | Block) -> Box | Block:
-    """Replaces a block that has one child by the child, which gets both names."""
+    """Merges a module or call with its only operation, and a module with its only submodule."""
     if isinstance(entry, Box) or len(entry.children) != 1:
         return entry
     (child,) = entry.children

@@ -54,9 +54,9 @@ def check_rule(
     """Checks fwd, bwd and jvp of a custom rule, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    from an earlier call or draws random numbers is rejected. The outputs of fwd and jvp are
-    compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp are
-    compared with finite differences of fun and with each other, bwd must be linear in the
+    from an earlier call, or draws random numbers in bwd or jvp is rejected. The outputs of fwd and
+    jvp are compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp
+    are compared with finite differences of fun and with each other, bwd must be linear in the
     cotangent, jvp must be linear in the tangent, and every mode that is derived from bwd and jvp is
     checked. For order 2, the derivative of each residual is compared with finite differences of the
     residual, and the error names a residual whose derivative is lost (detached, or computed outside

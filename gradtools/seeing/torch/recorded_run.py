@@ -141,7 +141,8 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 def _untraced(seen: ConnectionRecorder) -> list[int]:
     """Returns the indices of the conversions whose dependent values are not yet known.
 
-    Only conversions of values that depend on a leaf are included.
+    Only conversions of values that depend on a leaf are included. For a branch condition, the leaf
+    must be one from which no data flows to the outputs in the graph.
     """
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]

@@ -357,7 +357,7 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """Maps value indices to the tensors that existed before the run."""
+        """Maps value indices to captured tensors."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:

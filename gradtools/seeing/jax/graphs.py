@@ -252,7 +252,7 @@ def _is_ours(eqn: Eqn) -> bool:
 def _edit(eqn: Eqn) -> str:
     """Returns the name of the edit if the equation is a reverse-only gradient edit, otherwise "".
 
-    The other inputs of a gradient edit only affect the cotangent, so their links are cut.
+    All inputs except the edited value affect only the cotangent, so their links are cut.
     """
     if not jaxprs.is_ruled(eqn):
         return ""

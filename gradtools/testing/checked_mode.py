@@ -166,7 +166,7 @@ class CheckedProgram:
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
-        """Returns f's outputs at the given points as NumPy arrays."""
+        """Returns the results of `held` at the given points as NumPy arrays."""
         with self.at(points) as xs:
             return self.numbers(self.held(*xs))
 

@@ -42,7 +42,7 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists the tensors of a model, or of nested models and tensors, without repetition."""
+    """Lists each parameter or trainable tensor of a model, or of nested models and tensors, once."""
     result = list(_of(model, ""))
     if not result:
         raise GradtoolsError(

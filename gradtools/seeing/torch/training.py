@@ -42,7 +42,7 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists each parameter or trainable tensor of a model, or of nested models and tensors, once."""
+    """Lists each parameter or trainable tensor of a model, or of nested models and tensors."""
     result = list(_of(model, ""))
     if not result:
         raise GradtoolsError(

@@ -115,7 +115,7 @@ def like(x: Tensor) -> Like:
 
 
 def size_of(x: Tensor) -> float | None:
-    """Returns the largest absolute value of a tensor, or None for empty and integer tensors."""
+    """Returns the largest absolute value; None for an empty, an integer or a meta tensor."""
     if not is_inexact(x) or x.is_meta or not x.numel():
         return None
     if x.layout is not torch.strided:

@@ -57,7 +57,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     partial: Whether parameters of the JAX model may remain unpaired.
 
     Raises:
-        GradtoolsError: A parameter of the JAX model has no PyTorch parameter of a matching shape.
+        GradtoolsError: The parameters of the two models cannot be paired by names and shapes.
     """
     without = [side for side in (first, second) if not side.params]
     if without and mapping is not None:

@@ -84,7 +84,7 @@ def natural_key(path: Path) -> list[tuple[int, Any]]:
 
 
 def joined(path: Sequence[Any]) -> str:
-    """Joins the parts of a path by "."."""
+    """Joins the parts of a path with "."."""
     return ".".join(map(str, path))
 
 

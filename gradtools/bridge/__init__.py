@@ -1,4 +1,4 @@
-"""Calls functions and models of one framework in the other: `from gradtools import bridge`.
+"""Calls functions and models of one framework from the other: `from gradtools import bridge`.
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
@@ -55,7 +55,7 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         train: Whether a module runs in train mode. If None, the module keeps its current mode.
 
     Returns:
-        A function of JAX arrays. For a module `(apply, params, state)`, with
+        A function of JAX arrays. For a module, the triple `(apply, params, state)`, with
         `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as from
         `gradtools.torch.make_functional`: params and state are dicts of JAX arrays, copied from the
         module and keyed by its names; `key` is a JAX key. Without x64, 64-bit integers in the state

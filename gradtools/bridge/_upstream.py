@@ -1,4 +1,4 @@
-"""Lists the private names of PyTorch that only the bridge uses.
+"""Wraps the private names of PyTorch that only the bridge uses.
 
 See `gradtools.torch._upstream` for the other names.
 """

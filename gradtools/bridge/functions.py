@@ -147,7 +147,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """Returns the function mapped over `depth` batch axes; `shared` results from `_shared`."""
+        """Returns the function mapped over `depth` batch axes; `_shared` computes `shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):

@@ -116,8 +116,8 @@ class JaxGuest:
 
 def _reads_values(name: str, error: Exception) -> GradtoolsError:
     return GradtoolsError(
-        f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), which "
-        "have no values while JAX traces it. Use jnp.where or jax.lax.cond, or do not trace f: "
+        f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), but "
+        "traced arguments have no values. Use jnp.where or jax.lax.cond, or do not trace f: "
         "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where only traced programs need "
         f"out. JAX's error: {error}"
     )

@@ -1,4 +1,4 @@
-"""Converts arrays between the frameworks by DLPack, without a copy if this is safe.
+"""Converts arrays between the frameworks with DLPack, without a copy if this is safe.
 
 DLPack does not coordinate writes, and JAX's arrays are immutable. Arguments are shared; results
 are copied once, because PyTorch may later write to a tensor that is referenced elsewhere.
@@ -37,7 +37,7 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
-    """Returns a JAX array that shares a tensor's memory; the tensor must not be written to."""
+    """Returns a JAX array that may share a tensor's memory; do not write to the tensor."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     t = t.detach().resolve_conj().resolve_neg()
@@ -79,7 +79,7 @@ def _cpus() -> int:
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """Returns a tensor that shares an array's (perhaps read-only) memory; do not write to it."""
+    """Returns a tensor that may share an array's memory; do not write to the tensor."""
     if spec.dtype == _BFLOAT16:  # NumPy reads bfloat16 as raw bytes
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:

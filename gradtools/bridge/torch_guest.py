@@ -95,7 +95,7 @@ class TorchGuest:
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """Returns the outputs' ArraySpecs, inferred with fake tensors.
 
-        Changes that the function makes during inference, such as caches of modules, are undone.
+        State that the function changes during inference, such as caches of modules, is restored.
         """
         from gradtools.seeing.torch.undo import undone
 
@@ -111,7 +111,7 @@ class TorchGuest:
             except Exception as error:
                 raise GradtoolsError(
                     f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of "
-                    f"{of.name}'s result, which could not be inferred. Declare these: "
+                    f"{of.name}'s result, which could not be inferred. Declare both: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error
@@ -147,9 +147,9 @@ class TorchGuest:
             if stream is not None and not torch.equal(stream, torch.get_rng_state()):
                 torch.set_rng_state(stream)
                 raise GradtoolsError(
-                    f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so its "
-                    "derivative would draw other numbers. Call eval() on the module, or bridge it: "
-                    "apply, params, state = to_jax(module), and pass a key to apply."
+                    f"to_jax: {of.name} draws random numbers from PyTorch's global generator, so "
+                    "its derivative would draw other numbers. Call eval() on the module, or bridge "
+                    "it: apply, params, state = to_jax(module), and pass a key to apply."
                 )
         except BaseException:
             base.written = None if is_first else base.written

@@ -26,7 +26,7 @@ def print_formula(options: argparse.Namespace) -> int:
 
 
 def print_graph(options: argparse.Namespace) -> int:
-    """Prints the gradient graph of a function, or saves the graph to the file `--out`."""
+    """Prints the gradient graph of a function, or saves the graph to the file given by `--out`."""
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
     if out is not None and suffix not in FORMS:

@@ -3,11 +3,11 @@
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
 Each entry of x is perturbed in proportion to its magnitude. The derivative agrees if it is close to
-the central difference at one of two step sizes h. The derivative is reported as different if its
-distance from the central difference exceeds the sum of three terms: the rounding error, the
-difference between the results of the two step sizes, and the change of the derivative between
-x - h u and x + h u. By the mean value theorem, the central difference is a mean of the derivative
-between these two points, so the last term covers kinks, ties and large steps.
+the central difference at one of two step sizes h. Otherwise, let m be the mean of the derivatives
+at x - h u and x + h u. The derivative is reported as different if its distance and the distance of
+m from the central difference both exceed the sum of three terms: the rounding error, a multiple of
+the difference between the two central differences, and a multiple of the difference between the
+derivative and m, which is large at kinks and ties and for large steps.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        The verdict is "differs" if two of three comparisons return "differs". If a comparison does
-        not return "agrees", xs is moved slightly before the next comparison, away from a possible
-        kink or tie, unless the derivative is not finite.
+        The verdict is "agrees" if one of up to three comparisons returns "agrees"; otherwise it is
+        "differs" if at least two comparisons return "differs". Before each further comparison, xs
+        is moved slightly, away from a possible kink or tie, unless the derivative is not finite.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)

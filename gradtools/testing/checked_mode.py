@@ -4,8 +4,8 @@
 
 Intended edits are not reported: in a comparison, gradient edits are replaced by identities, and a
 value whose gradient f itself stops (`stop_gradient`, `detach`, a `no_grad` block) is replaced in
-later runs by its value from the first run. Values whose gradients are stopped inside gradtools,
-custom functions or custom rules are recomputed in each run. A stopped value can also be an operand
+later runs by its value from the first run. Values whose gradients are stopped by gradtools or
+inside custom functions or rules are recomputed in each run. A stopped value can also be an operand
 of a custom rule, and the rule can compute the derivative of a function in which this value varies
 (as in a linear solver with factors of a stopped matrix); a hook of f can also compute such a
 derivative. In these cases, a derivative is wrong only if it differs from finite differences both
@@ -45,7 +45,7 @@ from gradtools.rules import by_key
 from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
-UNSEEN = "f may stop gradients in compiled code or loops, or read values"
+UNSEEN = "f may stop gradients in compiled code or loops, or f cannot be traced"
 NOISY = "inconclusive because of rounding noise"
 _MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 
@@ -56,7 +56,7 @@ class CheckedReport:
 
     Attributes:
         compared: The number of derivatives that agree with finite differences.
-        skipped: The number of derivatives that were not compared, by reason.
+        skipped: Maps each reason to the number of derivatives that were not compared.
         notes: Remarks that are not errors, for example that f could not run again.
     """
 
@@ -126,11 +126,10 @@ class CheckedProgram:
         eps: The largest machine epsilon of the dtypes that f uses.
         unseen: The number of operations of f in which a stopped gradient cannot be detected.
         notes: Notes for the report.
-        hooks: A dictionary whose keys describe the gradient hooks that f registers.
+        hooks: A dictionary whose keys describe the gradient hooks of f and of its parameters.
         values: The values whose gradients f stops in a run; `recorded` contains the values of the
             first run.
-        stops_reach_rules: Whether a custom rule has a stopped operand and a differentiable operand,
-            or f registers a hook after it stops a gradient.
+        stops_reach_rules: Whether a custom rule or a hook may use a value whose gradient f stops.
         recompute: Whether the stopped values are recomputed in later runs.
         seen: The intermediate values of f, with operation names and lines; `held` returns the first
             `count` of these values, or their derivative if `kind` is "vjp" or "jvp".
@@ -167,12 +166,12 @@ class CheckedProgram:
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
-        """Returns f's outputs at the given points as NumPy arrays."""
+        """Returns the results of `held` at the given points as NumPy arrays."""
         with self.at(points) as xs:
             return self.numbers(self.held(*xs))
 
     def numbers(self, xs: Sequence[Any]) -> list[Any]:
-        """Converts arrays to NumPy arrays of double precision."""
+        """Converts arrays to NumPy arrays in double precision."""
         narrow = map(self.backend.to_numpy, xs)
         return [x.astype(np.result_type(x.dtype, np.float64)) for x in narrow]
 
@@ -195,7 +194,7 @@ class CheckedProgram:
             return dot(vs, self.numbers(self.backend.jvp(run, xs, like(us, xs))[2]))
 
     def pull(self, run: Any, xs: list[Any], vs: Sequence[Any]) -> list[Any]:
-        """Applies the pullback of `run` at xs to the cotangents vs, converted from NumPy."""
+        """Applies the pullback of `run` at xs to the cotangents vs, which are NumPy arrays."""
         result = self.backend.vjp(run, xs, groups=None, once=True)
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 
@@ -211,8 +210,8 @@ class CheckedProgram:
     def compared(self) -> tuple[str, DerivativeComparison]:
         """Returns the verdict and the comparison in which stopped values are constant.
 
-        If a derivative differs and custom rules or hooks can use stopped values, the verdict is the
-        verdict of a second comparison, in which stopped values are recomputed. If f has no
+        If a derivative differs and custom rules or hooks can use stopped values, the method returns
+        the verdict of a second comparison, in which stopped values are recomputed. If f has no
         arguments, the verdict is empty.
         """
         found = self.comparison()
@@ -362,7 +361,7 @@ class _CheckedMembers:
     # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
-        """Checks the derivative of `run(*args, **kwargs)`, in case the framework computes it."""
+        """Checks the derivative of `run(*args, **kwargs)`, which the framework may compute."""
         if here.program is not None or here.report is None or here.taking or here.own:
             return
         leaves, treedef = self.backend.flatten((args, kwargs))

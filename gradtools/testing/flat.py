@@ -33,7 +33,7 @@ SECOND = (
 )
 MODES = FIRST + SECOND
 
-# Error messages of the frameworks and of gradtools if a function lacks a mode.
+# Matches the error messages for a function that lacks a mode.
 _NO_SUCH_MODE = re.compile(
     r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
     r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
@@ -210,7 +210,7 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error's public type and the first line of its text, cut to 400 characters."""
+    """Returns an error's public type and the first line of its text, at most 400 characters."""
     kind = GradtoolsError if isinstance(error, Refusal) else type(error)
     line = (str(error).strip().splitlines() or [""])[0]
     if len(line) > 400:
@@ -222,9 +222,9 @@ def first_line(error: Exception) -> str:
 def naming(
     caller: str, name: str, hint: Callable[[Exception], str] = lambda error: ""
 ) -> Iterator[None]:
-    """Context manager that adds to exceptions a note about the code that raised them.
+    """Context manager that adds a note with the name of the failing code to exceptions.
 
-    hint: Returns a further sentence for an exception, or an empty string.
+    hint: A function that returns a further sentence for an exception, or an empty string.
     """
     try:
         yield

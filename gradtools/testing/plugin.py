@@ -1,9 +1,9 @@
 """Defines the pytest plugin, which runs tests for each backend and compares the backends.
 
 The plugin is installed with the package. The plugin provides the fixtures `gt` and `cross_check`
-and the options ``--gradtools-backend`` and ``--gradtools-checked``. A test run without these
-fixtures and options imports no framework and prints nothing. ``-p no:gradtools`` disables the
-plugin.
+and the options ``--gradtools-backend`` and ``--gradtools-checked``. In a test run without
+these fixtures and options, the plugin imports no framework and prints nothing. ``-p no:gradtools``
+disables the plugin.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
@@ -66,7 +66,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrizes tests that use `gt` by backend."""
+    """Parametrizes the tests that use `gt` over the backends."""
     if "gradtools_backend" not in metafunc.fixturenames:
         return
     wanted: list[Any] = list(wanted_backends(metafunc.config))

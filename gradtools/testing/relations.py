@@ -56,7 +56,7 @@ def related(
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error up to which arrays count as equal.
-        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
+        sizes: Axis lengths of the program's arrays, keyed by name; a length may explain a factor.
         single: Whether to report a factor without an explanation if all entries of an array are
             equal.
     """
@@ -104,7 +104,7 @@ def _relations(
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
-    """Yields named functions that reshape or permute x, or both, to obtain the given shape."""
+    """Yields named functions that convert x to the given shape by a reshape, transpose or both."""
     if x.shape == shape:
         yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
@@ -170,7 +170,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
 
     Args:
         ratio: The factor.
-        sizes: Axis lengths of the program's arrays, by name.
+        sizes: Axis lengths of the program's arrays, keyed by name.
 
     Example:
         >>> factor_name(1 / 5, {"the batch size": 5})
@@ -216,7 +216,7 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands.
+    """A formula in one or two operands.
 
     For example, ``c x`` is printed as ``2 y`` if the letter of the operand is y and c is 2.
 
@@ -250,7 +250,7 @@ def expression_cause(
         first: For each value that PyTorch's line computes, the expressions that equal the value.
         second: For each value that JAX's line computes, the expressions that equal the value.
         direct: For each of the two lines, the letters of its direct operands.
-        sizes: Axis lengths of the program's arrays by name, which may explain a factor.
+        sizes: Axis lengths of the program's arrays, keyed by name; a length may explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))
     forms = [sorted((e.function, e.letters) for e in side) for side in (ours, theirs)]
@@ -285,7 +285,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """Finds expressions of the operands that equal an array, and returns the shortest first."""
+    """Returns the expressions of the operands that equal an array, the shortest first."""
     a, found = widened(a), list[Expression]()
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return found

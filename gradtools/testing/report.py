@@ -1,8 +1,8 @@
 """Defines results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
-`compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` contains the report. This module does
-not depend on a framework.
+`compare_arrays` returns a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
+formats them as a table, and an `AgreementError` contains the report. This module does not depend on
+a framework.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def compare_arrays(
             cancel. By default, `noise` is 0.
 
     Returns:
-        A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without a finite
-        entry on either side differ, since nothing was compared.
+        A `Comparison` with status "agrees" or "differs". Arrays without a finite entry on either
+        side differ, since nothing was compared; in all other cases, the cause is None.
 
     Example:
         >>> found = compare_arrays("value", "output", np.array([1.0, 2.0]), np.array([1.0, 2.5]))
@@ -164,7 +164,7 @@ def entry_errors(
 ) -> np.ndarray:
     """Returns each entry's error in units of the tolerance.
 
-    The error is inf if the entries differ and one of them is not finite.
+    The error is inf if the entries differ and one of them is not finite or the tolerance is 0.
     """
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
@@ -172,7 +172,7 @@ def entry_errors(
         finite = np.isfinite(a) & np.isfinite(b)
         difference = np.where(finite & ~same, np.abs(a - b), 0.0)
         size = np.where(finite, np.maximum(np.abs(a), np.abs(b)), 0.0).max(initial=0.0)
-        units = np.where(difference > noise, difference / size / tolerance, 0.0)  # exact: inf
+        units = np.where(difference > noise, difference / size / tolerance, 0.0)
     return np.where(same, 0.0, np.where(finite, units, np.inf))
 
 

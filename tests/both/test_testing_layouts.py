@@ -155,7 +155,7 @@ def test_a_network_of_nnx_computes_the_same_with_the_mapped_parameters(rng):
     state.replace_by_pure_dict(jax.tree.map(jnp.asarray, theirs))
     x = rng.normal(size=(2, 2, 6, 6))
     agree(module, x, nnx.merge(graph, state)(np.moveaxis(x, 1, -1)))
-    assert mapping.left_out == ("norm.num_batches_tracked (a buffer of integers)",)
+    assert mapping.left_out == ("norm.num_batches_tracked (an integer buffer)",)
 
 
 def test_attention_with_one_matrix_is_split_and_paired_by_order(rng):

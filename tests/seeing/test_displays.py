@@ -1,4 +1,4 @@
-"""In notebooks, the HTML of reports and tables has the same words as the text."""
+"""In notebooks, the HTML of reports and tables contains the same words as the plain text."""
 
 from __future__ import annotations
 

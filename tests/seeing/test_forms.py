@@ -1,4 +1,4 @@
-"""Graphs as text, SVG, DOT, Mermaid and HTML are well-formed, complete and escaped."""
+"""Graphs as text, SVG, DOT, Mermaid and HTML are well-formed, complete and self-contained."""
 
 from __future__ import annotations
 

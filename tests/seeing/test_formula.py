@@ -1,4 +1,4 @@
-"""Tests formulas of PyTorch programs: text, numerical checks and errors."""
+"""Tests formulas of PyTorch programs: text, LaTeX and numerical checks."""
 
 import re
 
@@ -71,7 +71,7 @@ LOSSES = {
     "normalized": (lambda X: F.layer_norm(X.relu(), (4,)), (array(3, 4),)),
     "complex": (lambda z: (z * (1 + 2j)).abs().sum(), (array(4, dtype=torch.complex128),)),
 }
-NAMES = {  # a pattern that finds each function's name in a formula
+NAMES = {  # maps each function name to a pattern that finds the name in a formula
     "softplus": r"softplus\(",
     "sigmoid": r"sigmoid\(",
     "relu": r"relu\(",

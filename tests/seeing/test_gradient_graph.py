@@ -143,7 +143,7 @@ def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     assert graph.nodes[cuts[0].source].operation == "exp"
 
 
-# --- newly kept values and values that are alive anyway ----------------------------------
+# --- names of arguments ------------------------------------------------------------------
 
 
 def by_keyword(params, x, *rest, scale):

@@ -1,6 +1,6 @@
 """The operations of a graph describe the computation: name, operands and attributes.
 
-Each row of the table is one operation of the formula vocabulary in both frameworks. A NumPy
+Each row of the table is an operation with a program for each framework. A NumPy
 interpreter evaluates the graph from the operation names and attributes, and the result must equal
 the result of the framework. The comparison detects swapped operands, and missing or wrong numbers,
 axes and exponents.

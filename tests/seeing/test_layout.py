@@ -130,7 +130,7 @@ def test_lines_do_not_run_through_boxes(picture):
 
 @pytest.mark.slow_at("transformer-open")
 def test_every_arrow_is_drawn_from_its_source_to_its_target(picture):
-    """Trace the line segments of each edge from the border of one box to the border of another."""
+    """Trace the line segments of each arrow from its source box to the border of its target."""
     boxes = rectangles(picture)
     onward: dict[tuple[int, int], list[tuple[float, float]]] = {}
     starts: dict[int, list[tuple[float, float]]] = {key: [] for key in boxes}

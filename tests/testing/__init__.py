@@ -1,1 +1,1 @@
-"""Tests gradtools.testing, and faults injected into users' functions."""
+"""Tests gradtools.testing, and operators on functions into which faults are injected."""

@@ -145,7 +145,7 @@ def native(backend: str, forward: Any, backward: Any, name: str) -> Any:
 
 
 def _solved(x: Any, steps: int) -> list[Any]:
-    """Solve dy/dt = -y^2 by `steps` Euler steps of length 0.01; return all states."""
+    """Solve dy/dt = -y^2 with `steps` Euler steps of length 0.01; return all states."""
     ys = [x]
     for _ in range(steps):
         ys.append(ys[-1] - 0.01 * ys[-1] ** 2)
@@ -207,7 +207,7 @@ def _module_hook(torch: Any) -> Any:
     return lambda x: net(x).square().sum()
 
 
-TORCH = {  # grouped by the part of the program that the error names
+TORCH = {  # the keys are parts of the error messages
     "a hook (test_checked_faults.py:": lambda torch: _hooked(lambda g: 2 * g),
     "a hook": lambda torch: _hooked(lambda g: g.clamp(-0.1, 0.1)),
     "a backward hook": _module_hook,
@@ -306,7 +306,7 @@ def test_what_is_lost_at_second_order_is_named(name, torch_and_gt):
     _check(twice, "grad", "argument 0", "a hook" if "hook" in name else f"Function {name}")
 
 
-FORMULAS = {  # functions of a matrix whose derivatives in PyTorch are wrong
+FORMULAS = {  # matrix functions with a wrong derivative in PyTorch
     "linalg.solve, torch#192540": lambda torch, A: torch.linalg.solve(A, A @ A),
     "logdet, torch#192540": lambda torch, A: torch.logdet(A @ A.T),
     "cholesky_inverse, torch#196682": lambda torch, A: torch.cholesky_inverse(A),

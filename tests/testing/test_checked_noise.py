@@ -1,6 +1,6 @@
-"""`checked` accepts correct autograd.Functions at kinks and ties and in low precision.
+"""Tests `checked` with autograd.Functions at kinks, at ties and in low precision.
 
-The table is part of a sweep of 58 functions at 12 points in four dtypes with three operators.
+Each case of the table differentiates one function at one point in one dtype, with `grad` and `hvp`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""check_derivatives and check_rule accept correct programs and report wrong derivatives."""
+"""check_derivatives accepts correct programs and reports wrong derivatives."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
 
 
 def on_the_second_of_two_devices() -> None:
-    """JAX simulates several CPU devices if a flag is set before its import."""
+    """Run operators on the second of two CPU devices that JAX simulates in a new process."""
     found = subprocess.run(
         [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=300, check=False,
         cwd=Path(__file__).parents[2],

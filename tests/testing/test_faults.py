@@ -1,9 +1,10 @@
-"""Faults injected into each call of the user's function must not change any state.
+"""Faults injected into single calls of the user's function must not change any state.
 
 Each operator is applied to a function that raises an error, is interrupted or runs out of memory in
-one of its calls. The user must get the fault as an error, and the process state, the arguments and
-their `.grad` must be bitwise unchanged. Afterwards, the same program without a fault must return
-the earlier result, which shows that no cache is corrupted.
+one of its calls. The fault must reach the user, unless the operator tries another method and
+returns the expected result. The process state, the arguments and their `.grad` must be bitwise
+unchanged. Afterwards, the same program without a fault must return the earlier result, which shows
+that no cache is corrupted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import bits, changes, everything
 
 TEXT = "planted by the test"
-MOST = 6  # if f is called more often, only its first calls and its last call fail
+MOST = 6  # Faults are injected into the first `MOST` calls of f and into the last call.
 
 
 class Planted(Exception):
-    """An error that the user's function raises, of a class that no framework handles."""
+    """An exception, unknown to the frameworks, that the user's function raises."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def outcome(use: Use, w: World) -> Any:
 
 
 def reaches(found: Any, planted: BaseException) -> bool:
-    """Return whether the user gets the fault as the same error or as text in another error.
+    """Return whether the user sees the fault: as the same error, or in the text of another error.
 
     The text of a result that is not an error, such as a report, may also contain the fault.
     """

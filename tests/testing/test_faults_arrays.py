@@ -1,4 +1,4 @@
-"""Tests every operator with NaN, infinite or large entries, and with empty arrays.
+"""Tests operators on functions that map entries independently, with odd values and empty arrays.
 
 If one entry is NaN, infinite, very large or very small, all other entries of the result must be
 bitwise unchanged. Operators that do not split a batch must return an array of the same shape for an
@@ -82,12 +82,12 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 
 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
-    """Operators that split a batch must raise an error if the batch is empty.
+    """Operators that split a batch must raise an error for an empty or zero-dimensional array.
 
-    vmap and all_gather may raise the framework's errors, and `chunked` returns an empty array.
+    vmap and all_gather may raise the framework's errors, and `chunked` returns an empty array for
+    an empty batch.
     """
     found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
-    # chunked returns an empty array for an empty batch
     if use.public == "chunked" and shape != "()":
         assert tuple(found.shape) == EMPTY[shape].shape
         return

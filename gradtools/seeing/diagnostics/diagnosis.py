@@ -58,7 +58,7 @@ def recording_of(program: LeafProgram) -> Recording:
 
 @dataclass
 class Diagnosis:
-    """The result of one analysis of `why_zero`.
+    """The result of one analysis by `why_zero`.
 
     Attributes:
         findings: The lost gradients, each with the operation and the source line at which it is
@@ -84,8 +84,8 @@ def diagnosed(
     Args:
         program: The function and its leaves.
         recording: The recorded run of `program`.
-        examined: Maps the name of each leaf or parameter to the indices of its values in the graph.
-            The sequence is empty if the program does not read the array.
+        examined: Maps the name of each leaf or parameter to the indices of its values in the graph,
+            an empty sequence if the program does not read the array.
         absent: The kind of finding, a key of `KINDS`, for an array from which no data flows to the
             output.
     """
@@ -103,7 +103,7 @@ def diagnosed(
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in values if (rule := passes.last_rule(n, EDITED))] if is_absent else []
-        if best == _FULL and rules:  # the cotangent of a custom rule or an edit is None
+        if best == _FULL and rules:  # a custom rule or an edit returns no cotangent
             kinds = [(n, "edit" if n.mark == EDITED else "rule") for n in rules]
             findings += from_losses(name, [Loss(replace(n, loss=k), 0) for n, k in kinds])
         elif best == _FULL or (leaf is not None and places is None):
@@ -166,7 +166,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
-    """Makes one finding per operation at which a gradient is zero or NaN at the given values."""
+    """Creates one finding per operation at which a gradient is zero or NaN at the given values."""
     return [
         Finding(name, _kind(node, kind), _called(node), node.source, node.scope)
         for node, kind in ((place.node, place.kind) for place in places)

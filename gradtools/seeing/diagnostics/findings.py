@@ -37,7 +37,7 @@ KINDS: dict[str, FindingKind] = {
         "remove the detach or stop_gradient, or stop only values that must be constant",
     ),
     "left_framework": FindingKind(
-        "the computation leaves the framework, and its result is a constant to the framework",
+        "the computation leaves the framework, and its result is a constant for the framework",
         "use operations of the framework; for a NumPy function write a rule (host_function, "
         "custom_rule), or use straight_through(f, surrogate) if the function is discrete",
     ),
@@ -60,8 +60,8 @@ KINDS: dict[str, FindingKind] = {
         "checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "a gradient is taken inside of f without a graph, so it cannot be differentiated",
-        "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
+        "f computes a gradient without a graph, so this gradient cannot be differentiated",
+        "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; if the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
     "in_place_data": FindingKind(
@@ -116,7 +116,7 @@ KINDS: dict[str, FindingKind] = {
     "unregistered": _in_training(
         "the tensor requires grad, but parameters() does not list the tensor",
         "keep layers in an nn.ModuleList or nn.ModuleDict, not in a list or dict, and tensors in "
-        "an nn.ParameterList; make a single tensor a parameter after all other operations, "
+        "an nn.ParameterList; apply nn.Parameter to a single tensor after all other operations, "
         "self.name = nn.Parameter(tensor); or pass a computed tensor as an argument",
         headline=_NOT_TRAINED,
     ),
@@ -129,7 +129,7 @@ KINDS: dict[str, FindingKind] = {
     "raw_update": _in_training(
         "the optimizer passes the gradient of the parameter through as its update, as optax.masked "
         "does outside of the mask; optax.apply_updates then adds the gradient to the parameter",
-        "to freeze the parameter, use optax.set_to_zero() by optax.multi_transform or "
+        "to freeze the parameter, use optax.set_to_zero() in optax.multi_transform or "
         "optax.partition, or chain optax.masked(optax.set_to_zero(), inverted_mask)",
         headline=(
             "moves in the direction of its gradient:",
@@ -151,12 +151,12 @@ _FIXES = {
         "score function, log_prob(sample) * reward"
     ),
     ("no_grad", "load_state_dict"): (
-        "load_state_dict copies numbers under no_grad: call the module with other parameters by "
-        "make_functional(module) or torch.func.functional_call"
+        "load_state_dict copies numbers under no_grad: call the module with other parameters "
+        "through make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (
-        "nn.Parameter makes a new leaf from a computed tensor: register the tensors from which it "
-        "is computed as parameters, or pass the tensor itself (make_functional, "
+        "nn.Parameter makes a new leaf from a computed tensor: register as parameters the tensors "
+        "from which it is computed, or pass the computed tensor itself (make_functional, "
         "torch.func.functional_call)"
     ),
     ("not_optimized", "lr"): (
@@ -164,7 +164,7 @@ _FIXES = {
         "after the first step of the schedule"
     ),
     ("left_framework", "tensor"): (
-        "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "
+        "torch.tensor copies numbers: join tensors with torch.stack or torch.cat, and use a tensor "
         "itself rather than a copy"
     ),
 }

@@ -75,7 +75,8 @@ class PassesAtValues:
     def places(self, leaf: int | None) -> list[LossPlace] | None:
         """Returns the nodes at which the gradient of a leaf becomes zero or NaN.
 
-        Returns None if `leaf` is None or the gradient is nonzero and finite.
+        Returns None if `leaf` is None, or if the outputs are finite and the gradient is finite and
+        not zero.
         """
         if leaf is None:
             return None

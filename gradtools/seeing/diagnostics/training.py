@@ -1,9 +1,9 @@
 """Finds lost gradients in training: compares parameters, gradients and the optimizer's steps.
 
-Three sets of arrays should be equal: the parameters of the model, the arrays that get a gradient
-from the loss, and the arrays that the optimizer changes. The backends list the model's parameters
-and the optimizer's arrays; one recorded run of the loss shows which arrays get a gradient, and
-where other gradients are lost.
+Three sets of arrays should be equal: the parameters of the model, the arrays that receive a
+gradient from the loss, and the arrays that the optimizer changes. The backends list the model's
+parameters and the optimizer's arrays; one recorded run of the loss shows which arrays receive a
+gradient, and where other gradients are lost.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ def _twins(
 ) -> set[str]:
     """Returns the names in `stopped` that belong to a network with a trained copy, called a twin.
 
-    The parameters of a twin have the same names and shapes under another prefix. A network that
-    reads the outputs of the stopped network is its next layer, not a twin. Each loss term that
-    depends on the stopped network, such as a distance between the outputs of the two networks, must
-    have a derivative with respect to the twin's parameters.
+    The parameters of a twin have the names and shapes of the stopped parameters, under another
+    prefix. A network that reads the outputs of the stopped network is its next layer, not a twin.
+    Each loss term that depends on the stopped network, such as a distance between the outputs of
+    the two networks, must have a derivative with respect to the twin's parameters.
     """
     modules: dict[str, dict[str, Any]] = {}  # maps each prefix to {rest of the name: shape}
     for one in parameters:

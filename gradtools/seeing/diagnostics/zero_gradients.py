@@ -42,8 +42,8 @@ class SeeingOperators(Operators):
 
         To examine a training step, pass the model as `model` or as f, or pass a closure without
         arguments that computes the loss. The parameters are then examined instead of the arguments.
-        Findings are parameters that the loss does not read, parameters whose gradient is lost,
-        parameters missing from the optimizer, tensors of another model in the optimizer, and
+        The report then lists parameters that the loss does not read, parameters whose gradient is
+        lost, parameters missing from the optimizer, tensors of another model in the optimizer, and
         tensors that require grad but are not parameters, such as tensors in a plain list. Gradients
         that may be stopped intentionally, such as gradients of frozen parameters, are listed in the
         report's notes.

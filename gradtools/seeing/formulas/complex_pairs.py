@@ -1,6 +1,6 @@
 """Combines separate real and imaginary parts into complex arrays.
 
-If a program represents a complex array X by two real arrays X_re and X_im, the adjoint has one line
+If a program represents a complex array X as two real arrays X_re and X_im, the adjoint has one line
 for each of them. With X = X_re + i X_im, the gradient is X_bar = X_bar_re + i X_bar_im (gradtools'
 convention), so the two lines can be written as a single line, such as I_bar = W^H O_bar. This
 module substitutes::

@@ -152,7 +152,7 @@ class Formula:
 
     @cached_property
     def _statements(self) -> Statements:
-        """Returns the written lines of the program and its adjoints."""
+        """Returns the program and its adjoints as lines of mathematics."""
         barred = ", ".join(self._names[p].text for p in self.places[1])
         sections = [
             Section("the program", "", self._outputs),

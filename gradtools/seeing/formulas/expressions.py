@@ -3,14 +3,14 @@
 An `Expr` is an operation on other expressions, with a shape and a kind. Equal expressions are the
 same object (hash consing), so common subexpressions are identical. Inputs are placeholders.
 
-Products, sums over axes, broadcasts, transposes, traces and diagonals are represented by the
-operation ``einsum``, which multiplies a coefficient and factors with axis labels. Labels that are
-not in the result are summed over; the result is broadcast along labels that no factor has::
+Products, sums over axes, broadcasts and transposes are represented by the operation ``einsum``,
+which multiplies a coefficient and factors with axis labels. Labels that are not in the result are
+summed over; the result is broadcast along labels that no factor has::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 
-`OPERATIONS` defines the evaluation, derivative and notation of the other operations. An operation
-that is not registered is written by name (`opaque.py`). Expressions are evaluated in float64,
+`OPERATIONS` defines the evaluation, derivative and notation of the other operations. Operations
+outside of the vocabulary are written by name (`opaque.py`). Expressions are evaluated in float64,
 complex128 and int64.
 """
 

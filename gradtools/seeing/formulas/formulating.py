@@ -1,11 +1,11 @@
 """Defines the public operator `formula`, which writes derivatives as mathematics and checks them.
 
-A backend records one run of a function f as expressions, and `Formula` transforms them to the
-adjoint program. The formula is evaluated in NumPy and compared with the framework's derivatives of
-f (reverse mode; reverse over reverse at order 2) before it is returned. The comparison is made in
-the precision of f, at the given arguments and at random points near them at which f runs the same
-program. A manual derivation by the user is compared with the framework's derivatives in the same
-way.
+A backend records one run of a function f as expressions, and `Formula` derives the adjoint program
+from these expressions. The formula is evaluated in NumPy and compared with the framework's
+derivatives of f (reverse mode; reverse over reverse at order 2) before it is returned. The
+comparison is made in the precision of f, at the given arguments and at nearby random points at
+which f runs the same program. A manual derivation by the user is compared with the framework's
+derivatives in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
 _STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relative distances
-# `tolerance` at order 1 and `floor` (see `compared`), for double and for single precision.
+# Pairs of `tolerance` at order 1 and `floor` (see `compared`), in double and single precision.
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
 _NARROW = {REAL: np.float32, COMPLEX: np.complex64}
 Arrays = Sequence[Any]
@@ -63,7 +63,7 @@ class Formulating(Operators):
         Args:
             f: A function of pytrees of arrays, or a module. The names of f's parameters are the
                 names of the inputs in the formula.
-            *args: Arguments of f; arrays of any shape and dtype.
+            *args: Arguments of f; arrays of any shape and dtype, except 16-bit floating dtypes.
             order: 1 for the adjoint, or 2 for the adjoint and the double backward.
             argnums: The position of the differentiated argument, or a tuple of positions; the
                 leaves are floating or complex. In PyTorch, captured parameters that require grad
@@ -72,15 +72,15 @@ class Formulating(Operators):
 
         Returns:
             A `Formula`. ``str()`` formats the formula as text, ``.latex()`` formats it as LaTeX,
-            and notebooks display it. ``.marked`` lists the operations that are written by their
-            names, ``.check`` is the result of the comparison, and ``.agrees_with(derivation)``
+            and notebooks display it. ``.marked`` lists the operations that are written by name,
+            ``.check`` is the result of the comparison, and ``.agrees_with(derivation)``
             compares a manual derivation with the framework's vjp.
 
         Raises:
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
                 argument; f raises an error, returns no array, or cannot be differentiated by the
-                framework; the formula and automatic differentiation differ (a bug in gradtools; the
-                error shows both values).
+                framework; f computes in a 16-bit floating dtype; the formula and automatic
+                differentiation differ (a bug in gradtools; the error shows both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
@@ -136,7 +136,7 @@ class _Comparison:
 
         Raises:
             GradtoolsError: The formula differs from automatic differentiation, or the function
-                computes a number that is not finite at every point.
+                raises an error or computes a number that is not finite at each of the points.
         """
         rng = np.random.default_rng(0)
         here = self._point(rng, 0.0)
@@ -318,7 +318,7 @@ def compared(
         a = np.asarray(expected) + 0.0
         b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
-            message = f"{name} has shape {a.shape}; the {who} gives {b.shape}"
+            message = f"{name} has shape {a.shape}, but shape {b.shape} in the {who}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -1,9 +1,9 @@
 """Defines the table of operations, each with its NumPy value, pullback and notation.
 
-For a holomorphic function y = f(x) the table gives the derivative f' as an expression of y and x;
-the cotangent of x is conj(f') g if g is the cotangent of y. For other functions the table gives the
-pullback. An operation that selects one entry of each row is represented as a product with a one-hot
-array.
+For a holomorphic function y = f(x), the table contains the derivative f' as an expression in y and
+x; the cotangent of x is conj(f') g, where g is the cotangent of y. For other functions, the table
+contains the pullback. An operation that selects one entry of each row is represented as a product
+with a one-hot array.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _write_sum(w: Writer, x: Expr) -> Written:
 def _write_power(w: Writer, x: Expr) -> Written:
     base, exponent = w.write(x.args[0]), x["exponent"]
     size, raised = abs(exponent), base
-    if size != 1:  # marks the power of an array as elementwise
+    if size != 1:  # ∘ marks an elementwise power of an array
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if exponent < 0 else raised
 
@@ -304,7 +304,7 @@ def _write_along(w: Writer, y: Expr) -> Written:
         return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
     if y.op == "standardize" and y["eps"]:
         eps = f"ε = {ts.number(y['eps']).text}"
-        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the axes below")
+        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the indexed axes")
     return ts.function(y.op, [w.operand(x)], below)
 
 

@@ -1,6 +1,6 @@
-"""Replaces compositions of operations by named operations, such as softmax in a JAX program.
+"""Replaces compositions of operations with named operations, such as softmax in a JAX program.
 
-`named` replaces an expression that matches a composition in the left column by the expression in
+`named` replaces an expression that matches a composition in the left column with the expression in
 the right column::
 
     log sum exp(x - c)                      logsumexp(x) - c       if c is constant along the axis
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """Replaces exp(z) / sum exp(z) in a product by softmax(z); returns None if absent."""
+    """Replaces exp(z) / sum exp(z) in a product with softmax(z); returns None if absent."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -158,7 +158,7 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """Replaces sqrt(sum |z|**2) or its reciprocal by a power of norm(z), else returns None."""
+    """Replaces sqrt(sum |z|**2) or its reciprocal with a power of norm(z), else returns None."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 

@@ -1,4 +1,4 @@
-"""Implements reverse mode on expressions: transforms a recorded program to its adjoint program.
+"""Implements reverse mode on expressions: transforms a recorded program into its adjoint.
 
 The adjoint program consists of expressions, which can be simplified, written, evaluated, and
 differentiated again (double backward)::

@@ -25,7 +25,7 @@ _LONG = 60  # maximum number of characters of an unnamed expression
 
 @dataclass
 class Section:
-    """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
+    """A section of the formula, such as the program, its adjoint or the adjoint of the adjoint."""
 
     title: str
     of: str  # the mathematical part of the title

@@ -1,7 +1,7 @@
 r"""Typesets mathematics as Unicode text, and translates the text to LaTeX.
 
-A `Written` object contains a text and the precedence of its outermost operator, so brackets are
-added only where they are needed. `latex` translates the tokens of the text in order::
+A `Written` object contains a text and the precedence of its outermost operator, so parentheses
+are added only where they are needed. `latex` translates the tokens of the text in order::
 
     z̄ = (exp(z) - y²) / 5       \bar{z} = (\operatorname{exp}(z) - y^{2}) / 5
 """
@@ -35,12 +35,12 @@ class Written:
     level: int = ATOM  # the precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM
 
     def at(self, level: int) -> Written:
-        """Adds brackets if the precedence is below `level`."""
+        """Adds parentheses if the precedence is below `level`."""
         return self if self.level >= level else bracket(self)
 
 
 def bracket(x: Written) -> Written:
-    """Encloses x in round brackets."""
+    """Encloses x in parentheses."""
     return Written(f"({x.text})")
 
 

@@ -26,7 +26,7 @@ from gradtools.seeing.formulas.typesetting import Written
 
 
 class Writer:
-    """Writes expressions; a named expression is written by its name."""
+    """Writes expressions; a named expression is written as its name."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -50,11 +50,11 @@ class Writer:
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
-        """Returns whether x is a named value or a transpose or multiple of a named value."""
+        """Returns whether x is a transpose, broadcast or multiple of a named value, or is named."""
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
-        """Writes an operand of a function of whole arrays, with explicit broadcasts."""
+        """Writes an operand of a function call, with explicit broadcasts."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
@@ -305,7 +305,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Merges the classes of axes of equal length that have the same label in an operation."""
+        """Merges the classes of axes with the same length and the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradtools.seeing.graphs.nodes import Node
 
-_LEFT_OUT = ("shape", "name", "size", "rule", "bridged")  # printed elsewhere in the box of the node
+_LEFT_OUT = ("shape", "name", "size", "rule", "bridged")  # not part of the label
 _WITHOUT_NAMES = ("dtype", "subscripts", "permutation")
 _LONGEST = 48
 
@@ -72,7 +72,7 @@ _MOST_NUMBERS = 64
 
 
 def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
-    """Formats the contents of a small array, such as "2.5" or "[0, 2]", or "" for large arrays.
+    """Formats the contents of a small array, such as "[0, 2]"; returns "" for large arrays.
 
     Args:
         shape: The shape of the array.
@@ -82,7 +82,7 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
 
 
 def number_text(value: Any) -> str:
-    """Formats a float with six digits, an integer with all digits, or a nested list."""
+    """Formats a float with six significant digits, an integer with all digits, or a nested list."""
     if isinstance(value, list):
         return f"[{', '.join(map(number_text, value))}]"
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"

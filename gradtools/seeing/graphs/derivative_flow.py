@@ -120,7 +120,7 @@ def _links_of_bodies(node: Node) -> Links:
 
 
 def flat(graph: PlainGraph) -> PlainGraph:
-    """Returns the graph with its bodies inlined; values of `graph` have the same indices."""
+    """Returns the graph with its bodies inlined; the values of `graph` keep their indices."""
     return _flattened(graph)[0] if _has_bodies(graph) else graph
 
 

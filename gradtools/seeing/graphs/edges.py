@@ -43,7 +43,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """Maps each residual to its size in bytes; counts each storage once."""
+    """Maps each residual that the forward pass computes to its size; counts each storage once."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}

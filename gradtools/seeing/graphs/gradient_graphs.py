@@ -92,8 +92,8 @@ class Graphing(Operators):
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
         Each operation has a pass (``node.phase``), a source line of f, the names of its modules,
-        and a ``node.mark``: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint" or
-        "inner derivative" inside of such an operator, and otherwise empty. ``edge.saved`` is True
+        and a ``node.mark``, which names the enclosing operator ("custom rule", "edited gradient",
+        "chunked", "frozen", "checkpoint", "inner derivative") or is empty. ``edge.saved`` is True
         if a later pass reads the value, and ``edge.bytes`` is the size of the value. If a
         derivative is lost on an edge, ``edge.cut`` is the reason, as in `why_zero`.
 
@@ -115,9 +115,10 @@ class Graphing(Operators):
 
         Returns:
             A `Graph`. Inputs and outputs are named after f's parameters: "params['w']", "cotangent
-            of output", "gradient of params['w']". A leaf that no derivative reaches has no
-            gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or
-            ``save()`` to show the graph; notebooks draw the graph automatically.
+            of output", "gradient of params['w']". A leaf has no gradient if no output is
+            differentiable with respect to it. Use ``str()``, ``to_svg()``, ``to_html()``,
+            ``to_dot()``, ``to_mermaid()`` or ``save()`` to show the graph; notebooks draw the graph
+            automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph

@@ -1,16 +1,16 @@
 """Finds operations at which the gradient of a leaf is lost, and gradient edits without effect.
 
-If a value depends on a leaf, either the value is *differentiable* in the leaf, or only its data
-depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
+If a value depends on a leaf, either the value is *differentiable* with respect to the leaf, or only
+its data depends on the leaf (`derivative_flow.py`). A gradient is lost at an operation that reads a
 differentiable value and affects the output only through values that are not differentiable (D means
 differentiable)::
 
     lost(op)   if  D(input), not D(output), output -> ... -> end through values v with not D(v)
 
-No gradient is lost at a `detach` or `stop_gradient` if its result is combined with a
+A `detach` or `stop_gradient` does not count as a lost gradient if its result is combined with a
 differentiable value, as in a straight-through estimator, a softmax, a mask, or a normalizing
-constant. No gradient is lost at the condition of a `where` if the selected data also depends on the
-leaf; the gradient is then lost at an operation that computes the data::
+constant. The condition of a `where` does not count as a lost gradient if the selected data also
+depends on the leaf; the gradient is then lost at an operation that computes the data::
 
     where(isfinite(x).all(), argmax(x), -1)    argmax
     where(x > 0, 1, 0)                         x > 0
@@ -49,7 +49,7 @@ class Loss:
 
     Attributes:
         node: The operation.
-        input: The position of the operand that is differentiable in the leaf.
+        input: The position of the operand that is differentiable with respect to the leaf.
         whole: Whether the whole gradient of the leaf is lost. If False, only the gradient of one
             summand is lost.
         further: Whether the derivative is already lost at earlier operations on all paths.
@@ -138,8 +138,8 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     """Yields (value, role) for output summands without a derivative with respect to the leaves.
 
     The summands depend on the leaves only through operations without a derivative. Only scalar
-    outputs that are differentiable in a leaf are examined; other outputs are treated as metrics.
-    The role is:
+    outputs that are differentiable with respect to a leaf are examined; other outputs are treated
+    as metrics. The role is:
 
     - "shift" if a differentiable summand also depends on the stopped values, as in
       ``log(sum(exp(x - s))) + s``;
@@ -170,7 +170,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Returns whether each summand that depends on `values` is differentiable in `others`."""
+    """Returns whether summands that depend on `values` have gradients with respect to `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
     parts = [part for out in graph.outputs for part in _parts(graph, out, both)]

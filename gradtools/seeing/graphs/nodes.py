@@ -1,9 +1,9 @@
 """Defines the graph of one run of a PyTorch or JAX program.
 
 A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and produces
-values; a value is an abstract array, with only a shape and a dtype. A node has a framework-neutral
-name (`operation`), the framework's own name (`native`), the line of the user's code, the module,
-and the dependence of each output on each input::
+values; a value is an abstract array: a shape and a dtype without data. A node has a
+framework-neutral name (`operation`), the framework's own name (`native`), the line of the user's
+code, the module, and the dependence of each output on each input::
 
     none < cut < zero_derivative < differentiable
 
@@ -257,7 +257,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Returns a copy of the node in which the node and its bodies belong to the pass `phase`."""
+    """Returns a copy of the node; the copy and its bodies belong to the pass `phase`."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies)

@@ -30,7 +30,7 @@ class Operand:
 
     Attributes:
         makers: Pairs (key of a box, output index) of the operations that may produce the value. The
-            result of a branch has one pair per branch.
+            result of a conditional has one pair per branch.
         number: The index of the value, a key of `Outline.values`.
         text: The text of a constant number; empty for values.
         strength: The dependence of the operation's outputs on the operand.
@@ -260,7 +260,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the bytes of `values`; counts each storage once and omits `alive` values."""
+        """Returns the size of `values` in bytes; counts a storage once and omits `alive` values."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 

@@ -7,8 +7,8 @@
    all of its readers, an argument is placed outside of all blocks, and an output is placed after
    the block that computes the output. If there are many outputs, gradients of parameters are placed
    inside of blocks.
-3. Values get letters in the order of the whole outline, so the letters are the same in the text and
-   in all pictures of a graph, for any set of expanded blocks.
+3. Letters are assigned in the order of the whole outline, so the letters are the same in the text
+   and in all pictures of a graph, for any set of expanded blocks.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """Returns one box or block per node; adds the boxes of the outputs to `level.made`."""
+        """Returns one box or block per node; maps each output to its box in `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -234,7 +234,7 @@ def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
 
 
 def _tidy(entry: Box | Block) -> Box | Block:
-    """Replaces a block that has one child by the child, which gets both names."""
+    """Merges a module or call with its only operation, and a module with its only submodule."""
     if isinstance(entry, Box) or len(entry.children) != 1:
         return entry
     (child,) = entry.children
@@ -339,7 +339,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Formats an operand: ✕a if a derivative is lost, [a] if the derivative is zero or missing."""
+    """Formats an operand: ✕a if a gradient is lost, [a] if its derivative is zero or undefined."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE

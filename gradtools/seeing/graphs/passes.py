@@ -1,8 +1,8 @@
 """Names the inputs and outputs of the forward and backward passes.
 
-The forward pass computes the outputs y = f(x). The backward pass takes a cotangent c for each y and
-computes the gradients g = Jᴴc. The double backward pass takes a cotangent v for each g and
-computes the gradients of <g, v> with respect to x and c. Both backends use the same names for
+The forward pass computes the outputs y = f(x). The backward pass receives a cotangent c for each y
+and computes the gradients g = Jᴴc. The backward of the backward receives a cotangent v for each g
+and computes the gradients of <g, v> with respect to x and c. Both backends use the same names for
 inputs and outputs::
 
     x, c, v  ->  y, g, d<g, v>/dx, d<g, v>/dc

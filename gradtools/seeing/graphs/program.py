@@ -1,7 +1,7 @@
 """`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
+named after its argument and path, and ``run(leaves)`` returns the leaves of the result of f. The
 constructor also validates the user's arguments.
 """
 
@@ -59,7 +59,7 @@ class LeafProgram:
     Attributes:
         framework: The PyTorch or JAX modules that implement `gradtools.seeing`.
         leaves: The arrays among the leaves of the arguments; NumPy arrays are converted.
-        statics: Pairs of a leaf that is not an array, such as a module, and the name of this leaf.
+        statics: A pair (leaf, name) for each leaf that is not an array, such as a module.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of the result of the latest run.
     """
@@ -180,7 +180,7 @@ class LeafProgram:
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Replaces argument positions in leaf names by the names of f's parameters, if known.
+    """Replaces argument positions in leaf names with the names of f's parameters, if known.
 
     ``argument 0['w']`` becomes ``params['w']``, and ``argument 'x'`` becomes ``x``.
     """

@@ -2,12 +2,13 @@
 
 Each equation becomes a node, and each variable becomes a value. The jaxprs of loops, branches and
 calls become bodies. Links are differentiable between inexact arrays and cut otherwise, except as
-documented here and in `reachability.py`. A custom rule replaces the derivative of its function, so
-cuts inside of the function have no effect. An equation that writes to a mutable reference assigns a
-new value to the reference.
+documented here and in `gradtools/jax/reachability.py`. A custom rule replaces the derivative of its
+function, so cuts inside of the function have no effect. An equation that writes to a mutable
+reference assigns a new value to the reference.
 
-The source line of a node is the innermost line of the user's code. JAX traces its own jitted
-functions once, so the equations of these functions get the line of the call.
+The source line of a node is the innermost line of the user's code. JAX traces each of its own
+jitted functions only once, so the equations of these functions are assigned the line of the current
+call.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
-    known = dtype is None or isinstance(dtype, np.dtype)  # random keys have no numbers
+    known = dtype is None or isinstance(dtype, np.dtype)  # random keys have no printable contents
     return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 
@@ -251,7 +252,7 @@ def _is_ours(eqn: Eqn) -> bool:
 def _edit(eqn: Eqn) -> str:
     """Returns the name of the edit if the equation is a reverse-only gradient edit, otherwise "".
 
-    The other inputs of a gradient edit only affect the cotangent, so their links are cut.
+    All inputs except the edited value affect only the cotangent, so their links are cut.
     """
     if not jaxprs.is_ruled(eqn):
         return ""
@@ -301,7 +302,7 @@ _OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """Returns the `_Place` of an equation's bodies; reads modules from scopes or stack frames."""
+    """Returns the `_Place` of an equation's bodies, with modules from scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

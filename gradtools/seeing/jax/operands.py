@@ -106,7 +106,7 @@ def _sliced(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _is_matmul(eqn: Eqn) -> bool:
-    """Returns whether a dot_general is numpy.matmul of two arrays with equal batch axes."""
+    """Returns whether a dot_general is equivalent to numpy.matmul with equal batch axes."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     a, b = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[1]))
     batch = tuple(range(len(batch_left)))

@@ -125,8 +125,8 @@ def _empty() -> Any:
 def graph_of_outputs(outputs: Any) -> PlainGraph:
     """Raises an error, because JAX arrays have no autograd graph."""
     raise GradtoolsError(
-        "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
-        "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+        "gradient_graph: a JAX array does not record how it was computed, so outputs= is for "
+        "PyTorch only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
 
@@ -242,7 +242,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
     readers: dict[int, int] = {}
     for i in reversed(range(len(result))):
         node = graph.nodes[i]
-        if all(v in graph.captured for v in node.inputs):  # assign a constant to its first reader
+        if all(v in graph.captured for v in node.inputs):  # use the pass of the first reader
             result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
         for v in node.inputs:
             readers[v] = min(result[i], readers.get(v, SECOND))
@@ -370,7 +370,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # derived jaxprs may differ
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # `at` may have other bodies
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

@@ -104,7 +104,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     """Finds the arrays that two steps of an optimizer change if all gradients are constant.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`. The learning rate may be zero in
-    the first step. The gradients of the second step are too small for clipping by norm, so an
+    the first step. The gradients of the second step are too small to be clipped by norm, so an
     update that is equal to the gradient shows that the optimizer passes the gradient through.
     """
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
@@ -117,8 +117,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         except Exception as error:
             came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
-                f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
-                "Pass the model, or the part of the model, for which the optimizer was created."
+                f"{caller}: the optimizer's init(params), called with this model's parameters, "
+                f"raised {came}. Pass the model or submodule for which the optimizer was created."
             ) from error
     else:
         raise GradtoolsError(
@@ -151,7 +151,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             (raw if passes_through else trained).add(id(x))
     if not trained and not _is_masked(state):
         trained, raw = raw, set()
-    if not trained and not raw:  # a schedule or an accumulation of gradients may start with zeros
+    if not trained and not raw:  # a schedule or gradient accumulation may start with zero updates
         constant = _constant_outputs(jax.make_jaxpr(step)(1.0, state, part))
         trained = {id(x) for x, same in zip(leaves, constant, strict=False) if not same}
 
@@ -170,7 +170,7 @@ def _is_masked(state: Any) -> bool:
 
 
 def _constant_outputs(closed: Any) -> list[bool]:
-    """Returns whether each output of a jaxpr depends on no input; a product with 0 is constant."""
+    """Returns for each output of a jaxpr whether it is constant, such as a product with 0."""
     constant = set(closed.jaxpr.constvars)
     is_constant = lambda x: isinstance(x, Literal) or x in constant
     is_zero = lambda x: isinstance(x, Literal) and not np.any(x.val)
@@ -187,5 +187,5 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """Replaces the Variables in an nnx state by arrays."""
+    """Replaces the Variables in an nnx state with arrays."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)

@@ -1,7 +1,7 @@
 """Implements `formula` for JAX: translates the jaxpr of f to expressions, and differentiates f.
 
 The jaxpr of f is translated equation by equation. Values that do not depend on the arguments are
-computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)
+computed immediately. An equation is translated with its neutral name and attributes (`operands.py`)
 if the vocabulary contains this name; otherwise the equation becomes an opaque operation. Loops,
 branches, functions with custom rules, and JAX functions with an opaque part also become opaque
 operations, because a name such as `solve` is more readable than LU factors. Random draws are
@@ -143,7 +143,7 @@ class _Translator:
             results = self._read(eqn, entries)
             if results is not None and None not in results:
                 return self._fitted(eqn, results)
-        # A host function is written by the name of its kernel.
+        # A host function is written with the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
         return self._named(eqn, entries, shown)

@@ -68,7 +68,7 @@ def size_of(style: str) -> float:
 
 @lru_cache(maxsize=10000)
 def text_width(text: str, size: float) -> float:
-    """Returns an upper bound of the width of a text in common monospaced fonts."""
+    """Returns an upper bound on the width of a text in common monospaced fonts."""
     return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
 
 
@@ -106,7 +106,7 @@ def short(text: str, longest: int = 60) -> str:
 
 
 def shown(text: str) -> str:
-    """Replaces control characters and surrogates, which cannot be drawn, by a dot."""
+    """Replaces control characters and surrogates, which cannot be drawn, with a dot."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -27,7 +27,7 @@
 const layout = (() => {
   const GAP = 34; // between two rows
   const SIDE = 26, BESIDE = 16, LINES = 11; // between two boxes, a box and a line, two lines
-  const PAD = 16, HEAD = 30; // between a frame and its contents; height of a frame's name
+  const PAD = 16, HEAD = 30; // between a frame and its contents; the height of a frame's name
   const MARGIN = 24, COLUMN_HEAD = 34;
   const LABEL = 14, SPREAD = 13; // a label's height; between two lines at one side of a box
   const TRACK = 7, GUTTER = 30, MOST_TRACKS = 40, MOST_LABELS = 300;
@@ -212,7 +212,7 @@ const layout = (() => {
     }
     const room = Math.max(8, Math.floor(Math.sqrt(children.length)));
     const isSource = (key) => !before.get(key).length;
-    const ranks = new Map(), downward = rowsOf(room), upward = rowsOf(room); // negative numbers
+    const ranks = new Map(), downward = rowsOf(room), upward = rowsOf(room); // `upward`: rows <= 0
     for (const key of children) {
       const least = 1 + most(before.get(key).map((other) => ranks.get(other)), 0);
       ranks.set(key, isSource(key) ? 0 : downward.taken(least));
@@ -338,7 +338,7 @@ const layout = (() => {
     const inside = inner.get(key);
     return inside ? inside.x[inside.level[kind][strand]] - inside.width / 2 : 0;
   };
-  // Lists each place's lines to rows above and below: [other place, own offset, its, weight].
+  // Lists each place's lines to rows above and below: [other place, own and other offset, weight].
   const jointsOf = (key, level, inner) => {
     const above = level.items.map(() => []), below = level.items.map(() => []);
     level.strands.forEach(([places], number) => {
@@ -536,7 +536,7 @@ const layout = (() => {
 
   // --- strands --------------------------------------------------------------------------------
 
-  // Returns the offset from its box's middle at which each strand begins ("out") or ends ("in").
+  // Returns the offset from the middle of a box at which each strand begins ("out") or ends ("in").
   const offsetsOf = (inside, kind) => {
     const { level } = inside, offsets = level.strands.map(() => 0);
     const end = (places, i) => places[kind === "out" ? i : places.length - 1 - i];
@@ -569,7 +569,7 @@ const layout = (() => {
         head: target >= 0 && !inside.inner.has(target), thread: false };
     });
   };
-  // Returns the x of a line in one of its places, and the two y between which it is straight.
+  // Returns the x of a line at one of its places, and the range of y in which the line is straight.
   const passage = (stage, place, first) => {
     const { inside } = stage, row = inside.rowOf[place];
     let begin = inside.tops[row], end = inside.end(row);
@@ -597,14 +597,14 @@ const layout = (() => {
       width: arrow.cut ? arrow.cutWidth : size.length * graph.G.advance,
     };
   });
-  // Returns the width before a column, or after the last, of its threads and their labels.
+  // Returns the width of the threads and labels before a column, or after the last column.
   const gutterOf = (threads, number, count) => {
     const crossing = threads.filter((t) => t.gutters.includes(number));
     if (!crossing.length) return number > 0 && number < count ? GUTTER : 0;
     const texts = crossing.filter((t) => t.labelsAt === number).map((t) => t.width + 16);
     return GUTTER + Math.min(crossing.length, MOST_TRACKS) * TRACK + most(texts, 0);
   };
-  // Sets the distance below the top of its box at which each thread begins and ends.
+  // Sets the distances from the top of a box at which the threads of the box begin and end.
   const sidesOf = (threads, spots) => {
     const ends = threads.flatMap((t) => [
       { t, key: t.arrow.source, other: t.arrow.target, right: t.from <= t.to, end: "begin" },
@@ -807,8 +807,8 @@ const layout = (() => {
       ({ key, x: page.gutters[i][1], y: size.top + MARGIN + 8 }));
     return { boxes, frames, lines, labels: threaded.labels, headings, spots, ...size };
   };
-  // Returns the first of the data's views that fits one screen, with its picture. If this view has
-  // few boxes, returns the first view that nearly fits, provided it has at least twice as many.
+  // Returns the first of the data's views that fits on one screen, with its picture. If this view
+  // has few boxes, returns the first view that nearly fits if it has at least twice as many boxes.
   const fitted = (G) => {
     let nearly = null, shown = null;
     for (const view of G.views) {

@@ -190,7 +190,7 @@ const markup = (() => {
     parts.push(text(x + 33, y + 3.8, word, "label"));
     return parts;
   };
-  // Returns the legend as one SVG for each entry, which a page wraps; styles are the page's.
+  // Returns one SVG for each entry of the legend; a page wraps the entries and defines the styles.
   const key = (G, picture) => legend(G, picture).map((entry) =>
     `<svg class="gt" width="${n(keyWidth(entry))}" height="${n(KEY_ROW)}">` +
     `${keyEntry(entry, 2, 10).join("")}</svg>`).join("");

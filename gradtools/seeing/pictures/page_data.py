@@ -1,7 +1,7 @@
 """Converts an outline to JSON data for layout.js, markup.js and page.js.
 
 The widths of texts are measured in Python, except for byte sizes. The scripts compute the width of
-a byte size as `advance` times the number of letters.
+a byte size as `advance` times the number of characters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORDS: dict[int | str, str] = {
 
 @cache
 def script(name: str) -> str:
-    """Reads a script, style sheet or HTML page of this folder."""
+    """Reads a script, style sheet or HTML page from this folder."""
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
 """Defines the colors of the pictures, for light and for dark backgrounds.
 
 The passes are blue, orange and purple with different lightness, based on Okabe and Ito (2008), so
-that readers with any type of color vision can distinguish the passes (a test simulates each type).
-No information is shown by color only: each pass is a column with a title, edges that lose a
-gradient have a cross and a reason, residuals are dashed, and marks are words.
+that readers with any type of color vision can distinguish the passes. No information is shown by
+color alone: each pass is a column with a title, edges that lose a gradient have a cross and a
+reason, residuals are dashed, and marks are words.
 """
 
 from __future__ import annotations

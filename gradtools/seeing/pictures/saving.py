@@ -1,4 +1,4 @@
-"""Writes graphs and formulas to files, in the format that the file suffix selects."""
+"""Writes graphs to files, in the format that the file suffix selects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 
-Forms = Mapping[str, Callable[..., str]]  # maps a suffix to the function that formats an object
+Forms = Mapping[str, Callable[..., str]]  # maps a suffix to the function that formats a graph
 
 
 def save(seen: Any, forms: Forms, path: str | os.PathLike[str], **view: Any) -> None:
-    """Writes a graph or formula in the format that the suffix of `path` selects.
+    """Writes a graph in the format that the suffix of `path` selects.
 
     Raises:
         GradtoolsError: The suffix of `path` is not in `forms`.

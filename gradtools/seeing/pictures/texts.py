@@ -1,6 +1,6 @@
 """Formats a graph as text for terminals, Mermaid and Graphviz.
 
-In terminal text, values are named by letters. A line contains an assignment, the shape of the value
+In terminal text, letters name the values. A line contains an assignment, the shape of the value
 and, if the value is saved for a later pass, its size in bytes::
 
     forward

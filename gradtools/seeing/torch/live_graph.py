@@ -1,7 +1,7 @@
 """Reads the autograd graph of existing tensors.
 
 No program runs. Autograd nodes are visited from the results to the leaves, and are listed in
-forward order. Each edge is a tensor with a derivative; constants are not in the autograd graph.
+forward order. Each edge is a tensor that requires grad; constants are not in the autograd graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
     named = {f"output{path}": y for path, y in pairs if isinstance(y, Tensor) and y.requires_grad}
     if not named:
         raise GradtoolsError(
-            "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
-            "no_grad, or computed from constants. Fix: pass a result before it is "
+            "gradient_graph: outputs has no tensor with a graph: each tensor was detached, "
+            "computed under no_grad, or computed from constants. Fix: pass a result before it is "
             "detached, or call why_zero, which names the line that stops the gradient."
         )
     values: dict[int, Value] = {}

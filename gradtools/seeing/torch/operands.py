@@ -1,8 +1,9 @@
 """Translates an aten call to its framework-neutral name, operands and attributes.
 
-Attributes are the arguments that are not operands and differ from the schema's defaults. Neutral
-names are defined in `seeing/formulas/words.py`: axes are counted from 0, a permutation lists all
-axes, and a slice has a start and a limit on each axis. Other operations use their PyTorch names.
+Attributes are the arguments that are not operands and differ from the schema's defaults.
+`seeing/formulas/words.py` defines the neutral names and their conventions: axes are counted from 0,
+a permutation lists all axes, and a slice has a start and a limit on each axis. Other operations use
+their PyTorch names.
 """
 
 from __future__ import annotations

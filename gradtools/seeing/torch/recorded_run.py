@@ -78,7 +78,7 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     """Records the backward pass of a run; the cotangent is 1 for a real scalar, else random."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
-    # A graph from before the run may be freed, so use its leaves only if the run reads no leaf.
+    # A graph from before the run may be freed, so leaves that the run reads are preferred.
     leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()
@@ -121,7 +121,7 @@ def is_model(x: Any) -> bool:
 
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
-    """Links conversions to NumPy or Python with the values that depend on the converted data.
+    """Links conversions to NumPy or Python to the values that depend on the converted data.
 
     If no perturbed run succeeds, or the function is not deterministic, every output counts as
     dependent.
@@ -141,7 +141,8 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 def _untraced(seen: ConnectionRecorder) -> list[int]:
     """Returns the indices of the conversions whose dependent values are not yet known.
 
-    Only conversions of values that depend on a leaf are included.
+    Only conversions of values that depend on a leaf are included. For a branch condition, the leaf
+    must be one from which no data flows to the outputs in the graph.
     """
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]

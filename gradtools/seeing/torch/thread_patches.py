@@ -34,7 +34,7 @@ class _Patch:
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """Context manager that replaces calls of the method in this thread by `around`."""
+        """Context manager that replaces the method with `around` in this thread."""
         thread = threading.get_ident()
         with self._lock:
             if not self._blocks:

@@ -42,7 +42,7 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists the tensors of a model, or of nested models and tensors, without repetition."""
+    """Lists each parameter or trainable tensor of a model, or of nested models and tensors."""
     result = list(_of(model, ""))
     if not result:
         raise GradtoolsError(
@@ -127,5 +127,5 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
 
 
 def _is_at_rest(group: Mapping[str, Any]) -> bool:
-    """Returns whether the learning rate of a group is zero, also as the base of a scheduler."""
+    """Returns whether the current and the initial learning rate of a group are zero."""
     return "lr" in group and not bool(group["lr"]) and not bool(group.get("initial_lr", 0.0))

@@ -3,7 +3,7 @@
 The function f runs once at copies of its arguments; its aten operations are recorded, and its side
 effects are undone. Captured tensors that require grad are differentiated like arguments. An
 operation outside of the vocabulary is decomposed by PyTorch, and the parts are recorded if all
-parts are in the vocabulary. An operation with other parts becomes opaque: PyTorch computes and
+parts are in the vocabulary. Otherwise, the operation becomes opaque: PyTorch computes and
 differentiates the operation. Each torch.autograd.Function is an opaque operation.
 
 An in-place operation gives the tensor a new value. GradtoolsError is raised if f reads a tensor
@@ -249,7 +249,7 @@ class _FormulaRecorder(Recorder[Expr]):
     ) -> list[Expr]:
         """Returns the outputs of an opaque operation that calls a PyTorch function."""
         fun, args, kwargs = call
-        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # the calls of host kernels
+        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # keeps host kernels alive
         xs = [*tensors_in([args, kwargs])]
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -290,8 +290,8 @@ class _FormulaRecorder(Recorder[Expr]):
         place = self.origin().source
         return GradtoolsError(
             "formula: f writes to a tensor and then reads it through another view"
-            f"{f' ({place})' if place else ''}. Make the whole tensor from its parts instead, by "
-            "torch.cat, torch.stack or torch.where."
+            f"{f' ({place})' if place else ''}. Build the whole tensor from its parts instead, "
+            "with torch.cat, torch.stack or torch.where."
         )
 
     def constant(self, x: Tensor) -> Expr:

@@ -1,4 +1,4 @@
-"""Undoes the side effects of a recorded run, with copies from before the run.
+"""Undoes the side effects of a recorded run by restoring copies from before the run.
 
 `Undo` copies the state of random generators, the attributes of captured modules, and the contents,
 `.data`, `.grad` and `requires_grad` of tensors that the function captures or reads. Changes to

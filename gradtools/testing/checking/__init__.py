@@ -1,1 +1,1 @@
-"""Checks derivatives and custom rules by finite differences and dot-product tests."""
+"""Checks derivatives and custom rules with finite differences and dot-product tests."""

@@ -79,9 +79,9 @@ def check_derivatives(
     (8e-4 in float32). Both modes are compared with each other (dot-product test) and tested for
     linearity in the tangent or cotangent. For order 2, every combination of modes is compared with
     finite differences of the gradient or pushforward. Complex arguments are perturbed in complex
-    directions; all inner products are Re<u, v>. The tolerances are given by
-    `gradtools.testing.tolerance`. float32 products are computed in full precision during the check,
-    without TF32 or bfloat16.
+    directions; all inner products are Re<u, v>. Two modes are compared with the tolerance of
+    `gradtools.testing.tolerance`, and finite differences with a larger tolerance. float32 products
+    are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.
@@ -159,7 +159,7 @@ class DerivativeCheck:
             outputs.
         modes: The modes that f must support. If None, all modes that f supports are checked.
         labels: Maps a mode to its name in the report.
-        present: Maps each mode that was tried to whether f supports the mode.
+        present: Maps each mode that was passed to `has` to the result of `has`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class DerivativeCheck:
                     f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
                     "not checked"
                 )
-            if 0 < count == y.size:  # a failure
+            if 0 < count == y.size:  # an output without finite entries is a failure
                 self.report.comparisons.append(compare_arrays("value", path, y, y))
 
     def note_undecided(self) -> None:
@@ -254,7 +254,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Returns whether a mode is selected and f supports the mode, which is tested at `xs`."""
+        """Returns whether a mode is selected and supported by f; the support is tested at `xs`."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:
@@ -331,9 +331,9 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with finite differences and stores which entries are undecided.
 
-        Entries at which f is not finite are not compared. If no step size gives an estimate, or if
-        rounding errors are as large as the estimate, the derivative counts as wrong only if it is
-        NaN.
+        Entries at which f is not finite are not compared. If no step size gives an estimate, the
+        derivative counts as wrong only if it is NaN. Otherwise, a difference of at most 10 times
+        the error of the estimate is accepted, and the entry is undecided if this bound is large.
 
         derivative: Maps t to the derivative at x + t u. Derivatives at small t show whether x is at
             a kink, or whether the smallest step size is too large for f.
@@ -391,8 +391,9 @@ class DerivativeCheck:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for a tangent u of leaf i.
 
         Both sides are sums over the outputs and over the entries of leaf i. For such a sum, a kink
-        cannot be recognized and a wrong entry cannot be located. A failed or undecided comparison
-        is therefore repeated for each output and each entry.
+        cannot be recognized and a wrong entry cannot be located. For small arrays, a failed
+        comparison is therefore repeated for each output, and a failed or undecided comparison is
+        repeated for each entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())

@@ -1,8 +1,8 @@
 """`check_rule`: checks fwd, bwd and jvp of a custom rule, then the differentiable function.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
-x -> bwd(r(x), v) is the gradient of Re<v, f>. Second derivatives differentiate this function
-through the residuals:
+x -> bwd(r(x), v) is the gradient of Re<v, f>. For second derivatives, this function is
+differentiated through the residuals:
 
     d bwd(r(x), v) = sum over k of (d bwd / d r_k) (d r_k / d x)
 
@@ -30,7 +30,7 @@ from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
 CALLER = "check_rule"
-_NEARBY = 1.0625  # Factor that maps x to a nearby point in f's domain.
+_NEARBY = 1.0625  # Factor that maps x to a nearby point.
 _POINTS = 1.0, _NEARBY, 0.9375  # Factors that map x to the examples of a batch.
 _DRAWN = (
     "differs between two calls of {} with the same arguments. Does the function draw random "
@@ -54,9 +54,9 @@ def check_rule(
     """Checks fwd, bwd and jvp of a custom rule, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    from an earlier call or draws random numbers is rejected. The outputs of fwd and jvp are
-    compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp are
-    compared with finite differences of fun and with each other, bwd must be linear in the
+    from an earlier call, or draws random numbers in bwd or jvp is rejected. The outputs of fwd and
+    jvp are compared with the output of fun. The checks of `check_derivatives` follow: bwd and jvp
+    are compared with finite differences of fun and with each other, bwd must be linear in the
     cotangent, jvp must be linear in the tangent, and every mode that is derived from bwd and jvp is
     checked. For order 2, the derivative of each residual is compared with finite differences of the
     residual, and the error names a residual whose derivative is lost (detached, or computed outside
@@ -295,9 +295,9 @@ class RuleCheck(DerivativeCheck):
     def batch(self) -> None:
         """Compares the rule's results under vmap over three examples with each example's results.
 
-        A rule is written for one example, and the framework batches it. Errors occur in a host
-        kernel with `vectorized=True`, in a rule with its own vmap, and in code that depends on an
-        array's rank.
+        A rule is written for one example, and the framework batches it. Typical sources of errors
+        are host kernels with `vectorized=True`, rules with their own vmap, and code that depends on
+        an array's rank.
         """
         probe = self.probe
         flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy

@@ -1,11 +1,11 @@
 """Computes finite-difference slopes of a function of one scalar variable.
 
-The checks evaluate a function along the line x + t u. The slope at t = 0 is computed from central
-differences with decreasing step sizes, starting at t = 0.1, which are extrapolated to step size
-zero (Ridders, 1982). The estimate with the smallest difference from its neighbors in the
-extrapolation table is returned; its error is this difference plus the rounding error. If the
-smallest step gives a different slope, as for the solution of an ill-conditioned system, all steps
-are too large for f, and the slope is undecided.
+The checks evaluate a function along the line x + t u. The slope at t = 0 is extrapolated to step
+size zero from central differences with decreasing step sizes, starting at t = 0.1 (Ridders, 1982).
+The error of an estimate is its difference from its neighbors in the extrapolation table plus the
+rounding error; the estimate with the smallest error is returned. If the smallest step gives a
+different slope, as for the solution of an ill-conditioned system, all steps are too large for f,
+and the slope is undecided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # Columns of the extrapolation table; more columns amplify rounding.
-_FINEST = 70  # The maximum number of step sizes, if larger steps leave f's domain.
+_FINEST = 70  # The maximum number of step sizes, for functions that are defined only near 0.
 
 
 class Slope(NamedTuple):
@@ -47,7 +47,7 @@ def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndar
 
 
 def slope(f: Line, eps: float) -> Slope:
-    """Computes the slope of f at 0 by extrapolated central differences.
+    """Computes the slope of f at 0 from extrapolated central differences.
 
     Args:
         f: A function that maps a scalar position on the line to a vector.
@@ -86,5 +86,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step size; a full extrapolation table may need smaller steps."""
+    """Returns the smallest step size; smaller steps only fill the extrapolation table."""
     return 10 * eps**0.5

@@ -7,7 +7,7 @@ Each disagreement is explained by the first cause that applies:
 3. a relation between the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-If a value is wrong, derivatives without a known cause are reported with the cause of the value. If
+If a value differs, derivatives without a known cause get the cause of the first disagreement. If
 the derivative of one side differs from finite differences, the detail of the comparison names this
 side.
 """
@@ -27,7 +27,7 @@ from gradtools.testing.flat import first_line, inner
 from gradtools.testing.relations import FACTOR, Relation, equal, orders, related
 from gradtools.testing.report import CONVENTION, Comparison, Report, largest, widened
 
-_STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
+_STEPS = {"float64": 1e-6, "float32": 1e-3}  # relative distances of the points tested near a kink
 UNKNOWN = "no known pattern"
 _MOST_ORDERS = 128  # the maximum number of axis orders that are tried
 
@@ -247,7 +247,7 @@ class Causes:
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: look for an overflow or division by 0 in {mine}."
                 return Relation(f"infinity in {mine}", why)
-        if equal(a, b, near):  # any relation close to the identity matches
+        if equal(a, b, near):  # every relation close to the identity would match
             return Relation(UNKNOWN)
         sizes = self.check.sizes()
         return related(a, b, self.names, c.order, near, sizes) or Relation(UNKNOWN)

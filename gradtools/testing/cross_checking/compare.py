@@ -39,21 +39,21 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    The outputs are compared in structure, shape, dtype and value. For order 1 and 2, the gradients
+    The outputs are compared in structure, shape, dtype and value. For orders 1 and 2, the gradients
     of Re<c, f> with respect to all differentiated leaves are also compared. For order 2,
-    pushforwards and the Hessian-vector products of Re<c, f>, by forward over reverse and by reverse
-    over reverse, are also compared. The cotangent c and the directions are drawn independently at
-    random; for a real scalar f, c is 1. A leaf that has a gradient in only one framework is a
-    disagreement. NaN and infinity agree only with the same value at the same index. Entries that
-    are not finite are counted as not compared, and an array without a finite entry is a
-    disagreement. Derivatives that differ only at a kink or tie, where each framework has its own
-    subgradient, are reported with the status "convention".
+    pushforwards and the Hessian-vector products of Re<c, f>, in forward-over-reverse and in
+    reverse-over-reverse mode, are also compared. The cotangent c and the directions are drawn
+    independently at random; for a real scalar f, c is 1. A leaf that has a gradient in only one
+    framework counts as a disagreement. NaN and infinity agree only with the same value at the same
+    index. Entries that are not finite are counted as not compared, and an array without a finite
+    entry counts as a disagreement. Derivatives that differ only at a kink or tie, where each
+    framework has its own subgradient, are reported with the status "convention".
 
     If the results do not show the cause, both programs are recorded as in `first_divergence`, and
     the report contains the lines at which the programs diverge.
 
-    During the check, float64 is enabled in JAX if an input or parameter has 64 bits, and
-    float32 products are computed in full precision, without TF32 or bfloat16.
+    During the check, float64 is enabled in JAX if an input or parameter is float64 or complex128,
+    and float32 products are computed in full precision, without TF32 or bfloat16.
 
     Args:
         torch: A function of torch tensors, a ``torch.nn.Module``, or the triple
@@ -67,8 +67,8 @@ def cross_check(
             each framework. 2 also compares pushforwards and second derivatives.
         mapping: Pairs the parameters if both programs are models: a `ParameterMapping`, or the
             `overrides` of `match_parameters` (a dictionary from PyTorch's names to JAX's names). If
-            None, parameters with equal names and shapes are paired, or `match_parameters` is
-            called.
+            None, the parameters are paired by equal names and shapes or, if these differ, by
+            `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves all dtypes unchanged.
         seed: The seed of the random directions.

@@ -57,12 +57,12 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     partial: Whether parameters of the JAX model may remain unpaired.
 
     Raises:
-        GradtoolsError: A parameter of the JAX model has no PyTorch parameter of a matching shape.
+        GradtoolsError: The parameters of the two models cannot be paired by names and shapes.
     """
     without = [side for side in (first, second) if not side.params]
     if without and mapping is not None:
         raise GradtoolsError(
-            f"{caller}: a mapping pairs the parameters of two models; there are none in "
+            f"{caller}: a mapping pairs the parameters of two models; there are no parameters in "
             f"{' and '.join(side.name for side in without)}."
         )
     constants = "parameter{} of the {} model {} no counterpart: not differentiated"
@@ -85,7 +85,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     unknown = [name for name in entries if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
-            f"{caller}: the mapping's names differ from JAX's parameters: missing "
+            f"{caller}: the mapping's names differ from JAX's parameter names: missing "
             f"{missing or 'none'}, unknown {unknown or 'none'}. JAX's names are {[*theirs]}."
         )
     for name, e in entries.items():
@@ -110,7 +110,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
 
 
 def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Any:
-    """Returns `mapping`, or pairs equal names and shapes, or calls `match_parameters`."""
+    """Returns `mapping`, or a mapping from equal names and shapes or from `match_parameters`."""
     if isinstance(mapping, ParameterMapping):
         return mapping
     if not isinstance(mapping, Mapping | None):

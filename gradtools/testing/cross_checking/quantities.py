@@ -40,14 +40,14 @@ from gradtools.testing.report import (
     widened,
 )
 
-ROUNDING = 64  # the maximum rounding error, in epsilons of the largest number
+ROUNDING = 64  # the maximum rounding error, relative to eps times the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
     "The parameters of the two models differ. Copy PyTorch's parameters to JAX: mapping = "
     "match_parameters(torch_model, jax_model), jax_model = mapping.into(jax_model), "
     "cross_check(..., mapping=mapping)."
 )
-Leaves = list[np.ndarray | None]  # one array for each leaf, or None if it is not connected
+Leaves = list[np.ndarray | None]  # an array, or None, for each leaf
 
 
 @dataclass
@@ -85,7 +85,7 @@ def crossed(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> Iterator[CrossCheck]:
-    """Yields a `CrossCheck` of two programs, with x64 enabled in JAX if an array has 64 bits."""
+    """Yields a `CrossCheck` of two programs; x64 is on in JAX if an array has double precision."""
     if not isinstance(args, tuple | list):
         raise GradtoolsError(
             f"{caller}: args must be a tuple with one entry for each argument, got a "
@@ -113,7 +113,7 @@ class CrossCheck:
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side in the layout of that side, parameters first.
         paths: The names of the leaves.
-        quantities: The compared quantities, by name.
+        quantities: The compared quantities, keyed by name.
         outputs: The outputs of both sides.
         out_paths: The paths of the floating and complex outputs.
         cotangents: One cotangent per path in `out_paths`; the gradient is the pullback of all
@@ -355,7 +355,7 @@ class CrossCheck:
         return np.asarray(drawn).astype(like.dtype)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axis lengths of the leaves and the sizes of leaves and outputs, by name."""
+        """Maps descriptions to axis lengths of leaves, and to the sizes of leaves and outputs."""
         result: dict[str, int] = {}
         pairs = zip(self.paths, self.leaves[1], strict=True)
         for path, x in sorted(pairs, key=lambda pair: not pair[0].startswith("argument")):

@@ -22,7 +22,7 @@ from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
 
 Path = tuple[str, ...]
-Output = dict[str, np.ndarray]  # the leaves of an output by path
+Output = dict[str, np.ndarray]  # the leaves of an output, keyed by path
 _BOTH = "Pass NumPy arrays, which each side converts to its own arrays."
 
 
@@ -30,7 +30,7 @@ class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        params: The program's parameters in NumPy, by path. A function has no parameters.
+        params: The program's parameters as NumPy arrays, keyed by path; empty for a function.
         constant: The paths of parameters that the other program does not have.
     """
 
@@ -84,7 +84,7 @@ class Side(FlatFunction):
         return {normal(path): x for path, x in pairs if self.waist.is_array(x)}
 
     def output(self, leaves: Arrays) -> Output:
-        """Returns all arrays and numbers of the output as NumPy arrays by path."""
+        """Returns all arrays and numbers of the output as NumPy arrays, keyed by path."""
         out = self.run(lambda xs: self.program(*xs), leaves)
         paths = map(normal, self.waist.leaf_paths(out))
         return dict(zip(paths, self.numpy(self.waist.flatten(out)[0]), strict=True))
@@ -149,7 +149,7 @@ class Inputs:
 
     @property
     def moving(self) -> dict[str, np.ndarray]:
-        """The differentiated leaves by path."""
+        """The differentiated leaves, keyed by path."""
         return {name: self.leaves[i] for i, name in self.names.items()}
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
@@ -230,7 +230,7 @@ def narrowed(dtype: str) -> str:
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Builds nested dictionaries from leaves by path."""
+    """Builds nested dictionaries from a dictionary of leaves that is keyed by path."""
     tree: dict[Any, Any] = {}
     for path, x in flat.items():
         place = tree

@@ -38,7 +38,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
 
     Args:
         dtype: A NumPy dtype or its name, real or complex; for two results, the coarser dtype.
-        order: The number of derivatives that were taken: 0, 1 or 2.
+        order: The order of the derivative: 0, 1 or 2.
 
     Returns:
         The relative error as a Python float. Integers and booleans must be equal, so their

@@ -1,10 +1,10 @@
 """`first_divergence` finds the first operations at which a port diverges from the original.
 
-Both programs run forward once on the same arguments, and every intermediate value is recorded. One
-backward pass from a random cotangent c follows. Equal values of both runs are paired, even if their
-layouts differ. If an output differs, the first operations whose values have no counterpart are
-reported. If a gradient of Re<c, out> differs, the operations that use the last common value with
-unequal cotangents are reported.
+Both programs run forward once on the same arguments, and every intermediate value is recorded.
+Equal values of both runs are paired, even if their layouts differ. If an output differs, the first
+operations whose values have no counterpart are reported. Otherwise, one backward pass from a random
+cotangent c follows. If a gradient of Re<c, out> differs, the operations that use the last common
+value with unequal cotangents are reported.
 
 The method compares the data-flow graphs of two programs by their values (Zhang and Gupta, "Matching
 execution histories of program versions", 2005), and also by their cotangents.
@@ -79,9 +79,9 @@ def first_divergence(
 ) -> Divergence:
     """Names the first operations at which a PyTorch program and its port to JAX diverge.
 
-    Each program runs once forward and once backward. Operations inside of layers, loops and
-    transformed functions are also compared; the report contains the user's source lines on both
-    sides. Intermediate values may have different layouts and be computed in a different order.
+    Each program runs forward once and, if the outputs agree, backward once. Operations inside of
+    layers, loops and transformed functions are also compared; the report contains the user's source
+    lines on both sides. Intermediate values may differ in layout and in the order of computation.
     Entries that are NaN or infinite on both sides are not compared; the report contains the number
     of these entries in outputs and gradients.
 

@@ -65,8 +65,8 @@ class RecordedRuns:
         torch: The run in PyTorch.
         jax: The run in JAX.
         outputs: The pairs of corresponding outputs of both runs.
-        classes: Maps each index in `Step.entries` to the steps of PyTorch and of JAX with these
-            entries.
+        classes: Maps the index of each group (see `Step.entries`) to the group's steps in PyTorch
+            and in JAX.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
         notes: Notes for a report.
     """
@@ -227,7 +227,7 @@ class RecordedRuns:
 
 
 def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the cotangents of two equal values, in JAX's layout."""
+    """Returns the cotangents of two values in JAX's layout, or None if the values differ."""
     layout = layout_of(x, y)
     return None if layout is None else (layout[1](x.gradient), y.gradient)
 

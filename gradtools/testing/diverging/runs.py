@@ -73,8 +73,8 @@ class Step:
         leaf: The name of an argument or parameter, "captured" for a captured array, or ""
             otherwise.
         tracked: Whether the cotangent of the value is recorded.
-        cotangent: The gradient of Re<c, outputs> at the value, or None if it is zero or not
-            tracked.
+        cotangent: The gradient of Re<c, outputs> with respect to the value, or None if the gradient
+            is zero or not tracked.
         number: The index of the step in the run.
         accuracy: The relative error that rounding may cause, given the coarsest dtype of the value
             and its ancestors.
@@ -109,9 +109,9 @@ class Run:
 
     Attributes:
         steps: The steps in the order of execution.
-        outputs: The steps of the outputs by path.
+        outputs: The steps of the outputs, keyed by path.
         pull: A function that sets the cotangents of all steps, given NumPy cotangents of the
-            outputs by path.
+            outputs, keyed by path.
     """
 
     steps: list[Step]
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def leaves(self) -> dict[str, Step]:
-        """The arguments and parameters by name."""
+        """The steps of the arguments and parameters, keyed by name."""
         return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}
 
 
@@ -149,7 +149,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates how unlikely an accidental equality with x is: NONE, WEAK or STRONG."""
+    """Rates how unlikely it is that another value equals x by chance: NONE, WEAK or STRONG."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -168,7 +168,7 @@ def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] |
 
 
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
-    """Returns whether two arrays agree relative to the largest entry.
+    """Returns whether two arrays agree within an error relative to the largest entry.
 
     The constants of a mask (-1e4, -1e9) are compared separately.
     """
@@ -193,8 +193,8 @@ def match(
     """Finds the values that occur in both runs, and sets `Step.entries` and `Step.is_common`.
 
     If one side reshapes where the other side transposes, the reshaped array has the entries of a
-    common value in a different order. The reshaped array equals a value of another shape, but no
-    value of its own shape, and is therefore not marked as common.
+    common value in a different order. The reshaped array equals a value of another shape, but
+    differs from the values of its own shape, and is therefore not marked as common.
 
     Args:
         torch: The run in PyTorch.
@@ -202,8 +202,8 @@ def match(
         named: Pairs of corresponding leaves, which are compared even if all entries are equal.
 
     Returns:
-        A dictionary from each index in `Step.entries` to the steps of PyTorch and of JAX with these
-        entries.
+        A dictionary from the index of each group (see `Step.entries`) to the group's steps in
+        PyTorch and in JAX.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

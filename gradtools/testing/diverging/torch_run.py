@@ -28,7 +28,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     Args:
         side: The side to which the program belongs.
         program: A function of the leaves in PyTorch.
-        leaves: The arguments and parameters by name, all of which are differentiated.
+        leaves: The arguments and parameters, keyed by name; all are differentiated.
     """
     arrays = side.arrays([*leaves.values()])
     with recording_run("first_divergence: a program", lambda xs: program(*xs), arrays) as undo:
@@ -57,8 +57,8 @@ class _ValueRecorder(RunRecorder):
     """Records the values of a run.
 
     Attributes:
-        steps: Maps the number of a value to its step.
-        edges: Maps the number of a value to its edge in autograd's graph, if it has an edge.
+        steps: Maps the index of a value to its step.
+        edges: Maps the index of a value to its edge in autograd's graph, if the edge exists.
     """
 
     caller, levels = "first_divergence", ("functions", "operations")
@@ -76,7 +76,7 @@ class _ValueRecorder(RunRecorder):
         return number
 
     def of(self, x: torch.Tensor) -> int:
-        """Returns the number that identifies the value of x; stores the autograd edge of x."""
+        """Returns the index of the value of x; stores the autograd edge of x."""
         number = super().of(x)
         if x.grad_fn is not None:
             self.edges.setdefault(number, GradientEdge(x.grad_fn, x.output_nr))

@@ -101,8 +101,8 @@ class ParameterMapping:
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
-                state_dict or gradients by name; names that are missing in the argument are also
-                missing in the result.
+                state_dict or gradients keyed by name; names that are missing from the argument are
+                also missing from the result.
 
         Returns:
             Nested dictionaries of NumPy arrays with the structure of the JAX parameters:

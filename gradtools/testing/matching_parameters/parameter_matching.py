@@ -82,7 +82,7 @@ def match_parameters(
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
             Arrays named running_mean and running_var are paired with JAX's batch statistics.
-        jax_params: flax.linen's variables or its "params" alone, or a pair `(module, variables)`;
+        jax_params: All variables or only the "params" of flax.linen, or `(module, variables)`;
             an `nnx.Module` or `nnx.State`; an `equinox.Module`; nested dictionaries of arrays.
         overrides: Pairs that take precedence over pairing by name. The keys are PyTorch's names of
             modules or arrays. A value is the name in JAX (its parts joined by "." or "/"), a pair
@@ -125,11 +125,11 @@ def matched(
 
 
 class _Matching:
-    """The state of the search: the unpaired arrays and the pairs so far.
+    """The state of the search: the unpaired arrays, and the pairs found so far.
 
     Attributes:
-        torch: PyTorch's unpaired arrays by name.
-        jax: JAX's unpaired arrays by path.
+        torch: PyTorch's unpaired arrays, keyed by name.
+        jax: JAX's unpaired arrays, keyed by path.
         renamed: Maps names of PyTorch modules to the JAX names that the overrides give them.
     """
 
@@ -254,7 +254,7 @@ class _Matching:
         rest: list[str] = []
         for name, x in self.torch.items():
             if x.dtype.kind in "iub":
-                self.left_out.append(f"{name} (a buffer of integers)")
+                self.left_out.append(f"{name} (an integer buffer)")
             elif name.endswith(_STATISTICS):
                 self.left_out.append(f"{name} (no statistics in JAX's parameters)")
             else:
@@ -274,7 +274,7 @@ class _Matching:
         return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _unequal(self) -> str:
-        """Returns a sentence that names unpaired arrays with equal roles but different shapes."""
+        """Returns a sentence that lists unpaired arrays with equal names but different shapes."""
         found = []
         for name, x in self.torch.items():
             module, _, leaf = name.rpartition(".")

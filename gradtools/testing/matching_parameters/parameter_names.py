@@ -1,4 +1,4 @@
-"""Reads the parameters of models as NumPy arrays by name, and normalizes the names."""
+"""Reads the parameters of models as NumPy arrays, and normalizes parameter names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIONS = ("params", "batch_stats")
 
 
 def read_torch(params: Any) -> dict[str, np.ndarray]:
-    """Converts a module, a state_dict or a dictionary of arrays to NumPy arrays by name."""
+    """Converts a module, a state_dict or a dictionary to NumPy arrays that are keyed by name."""
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
@@ -29,7 +29,7 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """Converts linen variables, nnx or equinox modules, or dicts to NumPy arrays by path."""
+    """Converts linen variables, nnx or equinox modules, or dicts to NumPy arrays keyed by path."""
     import jax
 
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
@@ -84,7 +84,7 @@ def natural_key(path: Path) -> list[tuple[int, Any]]:
 
 
 def joined(path: Sequence[Any]) -> str:
-    """Joins the parts of a path by "."."""
+    """Joins the parts of a path with "."."""
     return ".".join(map(str, path))
 
 

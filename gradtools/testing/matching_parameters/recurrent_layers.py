@@ -34,7 +34,7 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
     """Returns the pairs of one cell's parameters.
 
     Args:
-        ours: PyTorch's parameters by leaf, each with its `name` and `shape`.
+        ours: PyTorch's parameters, keyed by leaf, each with a `name` and a `shape`.
         cell: Maps the gate and leaf of each JAX parameter, "hf.kernel" in flax, to its path.
     """
     rows, width = ours["weight_hh"].shape

@@ -291,7 +291,7 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in the run `other`, in which converted data is perturbed.
 
-        A changed tensor that the function returns is included only if no earlier value differs.
+        A returned tensor that differs is included only if no entry of `entries` differs.
         """
         both = zip(self.entries, other.entries, strict=False)
         alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until operations differ
@@ -327,7 +327,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns a value index to a tensor without functorch wrappers, and records its size."""
+        """Removes functorch wrappers from x, assigns a value index to it, and records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -336,7 +336,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """Returns the value index of a tensor without functorch wrappers."""
+        """Removes functorch wrappers from x, and returns its value index."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
@@ -346,7 +346,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns cut links and their loss if grad_fn of x is unchanged, otherwise (None, None)."""
+        """Returns cut links and their loss if the write keeps x.grad_fn, otherwise (None, None)."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -357,7 +357,7 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """Maps value indices to the tensors that existed before the run."""
+        """Maps value indices to captured tensors."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:

@@ -32,8 +32,8 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     if inside or getattr(_here, "recording", False):
         raise GradtoolsError(
             f"{what} can only be recorded in plain eager code, not inside a transform of "
-            "torch.func, in compiled code, or while another run is recorded. Call the operator "
-            "outside of these."
+            "torch.func, in compiled code, or while another run is recorded. Move the call of the "
+            "operator to plain eager code."
         )
     with undone(run, leaves) as undo:
         _here.recording = True
@@ -60,7 +60,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """Context manager that runs cond and while_loop of this thread in Python."""
+    """Context manager in which this thread runs cond and while_loop as Python control flow."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Maps aten operations to neutral names, and to the reasons why derivatives are missing.
 
 Variants such as `add` and `add_` have the same neutral name. `seeing/formulas/words.py` defines the
-neutral names; other operations use their PyTorch names. Autograd nodes also have neutral names,
-because a call such as cross_entropy creates several nodes.
+neutral names; other operations use their PyTorch names. Autograd nodes have their own neutral
+names, because one call, such as cross_entropy, may create several nodes.
 """
 
 from __future__ import annotations

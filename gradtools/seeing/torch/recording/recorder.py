@@ -50,7 +50,7 @@ class Origin:
 
 
 class Recorder(Generic[V]):
-    """Base class of recorders; V is the type of a value, such as an index or an expression.
+    """Base class for recorders; V is the type of a value, such as an index or an expression.
 
     Args:
         undo: Copies of the state that the run may change.
@@ -59,7 +59,7 @@ class Recorder(Generic[V]):
         caller: The name of the operator, for error messages.
         levels: The intercepted levels, outermost first.
         values: Maps each value index to the shape, dtype and name of the value.
-        captured: Maps value indices to the tensors that existed before the run.
+        captured: Maps value indices to captured tensors, or to None for Python numbers.
         names: Maps the ids of captured tensors to their names.
         scope: The names of the running modules, outermost first, each relative to the parent
             module.
@@ -213,7 +213,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Operations(private.Watching):
-    """Dispatch mode of the "operations" level, also used to record decompositions."""
+    """The dispatch mode of the "operations" level, which also records decompositions."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()

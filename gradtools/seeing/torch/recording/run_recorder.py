@@ -5,7 +5,7 @@ An in-place write gives the tensor a new value index. Views of the tensor get a 
 they are next read: a view is recomputed from its base, and a base is updated at the elements of a
 written view.
 
-An operation propagates a derivative if its results require grad when they are next read.
+An operation counts as differentiable if its results require grad when they are next read.
 """
 
 from __future__ import annotations

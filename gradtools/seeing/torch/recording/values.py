@@ -1,7 +1,7 @@
 """Defines a table of tensors and their values, with a log of in-place writes per storage.
 
 A tensor is identified by its id; an alias of a known tensor is identified by its storage elements.
-Each storage has a log of in-place writes, which updates the value of a tensor on its next read.
+Each storage has a log of in-place writes; the next read of a tensor updates its value from the log.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TensorTable(Generic[V]):
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """Assigns `value` to x and, unless `alone` is set, to aliases of the same elements."""
+        """Assigns `value` to x and, unless `alone` is set, to aliases with the same elements."""
         owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)
@@ -115,7 +115,7 @@ def like(x: Tensor) -> Like:
 
 
 def size_of(x: Tensor) -> float | None:
-    """Returns the largest absolute value of a tensor, or None for empty and integer tensors."""
+    """Returns the largest absolute value; None for an empty, an integer or a meta tensor."""
     if not is_inexact(x) or x.is_meta or not x.numel():
         return None
     if x.layout is not torch.strided:

@@ -146,7 +146,7 @@ def test_torch_export_warns_that_the_derivative_is_lost():
 
 
 class Record(OrderedDict):
-    """A dict with attributes and without `update`, like a ModelOutput of transformers."""
+    """A dict whose items are also attributes and whose `update` raises, like a ModelOutput."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

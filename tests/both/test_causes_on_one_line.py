@@ -1,4 +1,4 @@
-"""why_zero names each operation on a line that loses the gradient, but not the mask."""
+"""On a line with several operations, why_zero names those that lose the gradient, but no masks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CLOSE = 1e-9
 
 
 def start(gt):
-    """Return the functions that compositions start from."""
+    """Return the functions to which compositions of operators are applied."""
     xp, w = gt.xp, gt.asarray(np.outer(SEED, SLOPE) + np.eye(3))
     return {
         "waves": lambda x: xp.sin(x) * xp.exp(-x * x / 4) + xp.sum(x * x) * x / (1 + xp.sum(x * x)),
@@ -152,7 +152,7 @@ def computed(gt, of):
             return gt.to_numpy(jax.jit(jax.grad(loss))(x))
         x = x.requires_grad_()
         value = loss(x)
-        # a derivative of `replace` is a constant, which has no autograd graph
+        # a gradient that `replace` edits is a constant, which has no autograd graph
         if not value.requires_grad:
             return np.zeros(3)
         return gt.to_numpy(torch.autograd.grad(value, x)[0])

@@ -9,7 +9,7 @@ import pytest
 from tests.support import upstream_reports
 from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
 
-UNSEEN = {  # bugs that `checked` does not report: a complex silu, an error at a single point
+UNSEEN = {  # bugs that `checked` does not report: complex silu, and errors at single points
     ("sinc", "tangent of the gradient"),
     ("linalg.det", "gradient"),
     ("linalg.det", "tangent"),

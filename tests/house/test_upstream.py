@@ -1,4 +1,4 @@
-"""Each backend accesses private names of its framework in its `_upstream` modules only."""
+"""Each backend accesses private names of its framework only in its `_upstream` modules."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_mixed_partial_needs_the_same_at_any_depth(target):
     costs = [ahead.depth(target, n) for n in ahead.DEPTHS]
     weights = [
         n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize for n in ahead.DEPTHS
-    ]  # the compiler may keep a second copy with another dtype or layout
+    ]  # the compiler may store a second copy of the weights with another dtype or layout
     ours = [c["mixed_partial"].temporaries - 2 * w for c, w in zip(costs, weights, strict=True)]
     assert max(ours) <= max(0, 1.1 * ours[0])
     plain = [c["double backward"] for c in costs]

@@ -129,7 +129,7 @@ def partitions():
     for steps in (1, 3):
         part = rng.integers(0, 4 * steps, size=60)
         part[part // steps == 2] += steps  # Rank 2 gets no examples.
-        part[part == 0] = 4 * steps - 1  # The first step of rank 0 is empty, too.
+        part[part == 0] = 4 * steps - 1  # The first step of rank 0 also gets no examples.
         yield x, tokens * (part == np.arange(4 * steps)[:, None]).reshape(4, steps, 60)
 
 

@@ -262,7 +262,7 @@ def residual(gt, slope_by, c, t):
 
 
 def columns(n):
-    """Return the matrix of r = 2 t + columns @ c, which is linear in c."""
+    """Return the matrix `columns` of the residual r = 2 t + columns @ c, which is linear in c."""
     return np.stack([(k + 1) * T**k + 2 * T ** (k + 2) for k in range(n)], axis=1)
 
 
@@ -420,7 +420,7 @@ def test_u11_token_counts_weight_unequal_chunks(gt, rng):
 
 @pytest.fixture
 def two_layers(rng):
-    """Return x, w, a, dL/dh of L = mean_i sum_j a_j h_ij^2, and the vjp of h = tanh(x w) to w."""
+    """Return x, w, a, dL/dh of L = mean_i sum_j a_j h_ij^2, and the pullback of w -> tanh(x w)."""
     x, w, a = rng.normal(size=(5, 2)), rng.normal(size=(2, 3)), rng.normal(size=3)
     h = np.tanh(x @ w)
     at_h = 2 * a * h / len(x)

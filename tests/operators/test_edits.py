@@ -400,7 +400,7 @@ def clip_jacobian(c, bound):
 @pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
-    """The second pullback is the pullback of c -> c / |c| at 2x and of x -> 2x, clipped again."""
+    """The second pullback applies the pullbacks of c -> c / |c| at 2x and of x -> 2x, and clips."""
     x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
     product = 2 * clip_jacobian(2 * x, 1.0) @ v
     product *= min(1, 1 / np.linalg.norm(product))

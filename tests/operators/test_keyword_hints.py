@@ -29,7 +29,7 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
     said = str(raised.value)
     assert said.startswith(f"{name}: there is no argument {keyword}=. Instead, ")
     assert HINTS[name, keyword, value] in said
-    # Python raises a TypeError for an unknown keyword, too
+    # Python also raises a TypeError for an unknown keyword
     assert isinstance(raised.value, TypeError)
 
 

@@ -761,7 +761,7 @@ BAD: dict[str, Call] = {
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
     "a kernel that raises": "LinAlgError: the error of a kernel is not wrapped",
-    "a kernel that writes to its argument": "ValueError: NumPy raises it for a read-only argument",
+    "a kernel that writes to its argument": "ValueError: raised by NumPy for a read-only argument",
 }
 
 

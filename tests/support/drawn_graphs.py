@@ -1,4 +1,4 @@
-"""Evaluate a graph in PyTorch, using only its operations, edges and constants.
+"""Evaluates a graph in PyTorch, using only its operations, edges and constants.
 
 The table below implements each operation independently of the recorders, so a graph with a wrong
 edge evaluates to a wrong result. The table also evaluates graphs of JAX programs.

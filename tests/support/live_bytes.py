@@ -1,4 +1,4 @@
-"""Count the bytes of live storages that operations create, with a dispatch mode."""
+"""Counts the bytes of live storages that operations create, with a dispatch mode."""
 
 from __future__ import annotations
 

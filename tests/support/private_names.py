@@ -1,9 +1,9 @@
-"""Find the private names of PyTorch and JAX that the package uses, by reading its source.
+"""Finds the private names of PyTorch and JAX that the package uses, by reading its source.
 
 A private name begins with one underscore. It is the name of a module (`torch._C`), an import from
 such a module, an attribute (`x._version`), or a string that names an attribute. Operators
 (`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
-the standard library and of gradtools do not count as private names, either.
+the standard library and of gradtools also do not count as private names.
 
 The module also finds patches of the frameworks' classes.
 """

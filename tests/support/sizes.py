@@ -1,4 +1,4 @@
-"""Report the size of the code base: lines, imported files and long functions.
+"""Reports the size of the code base: lines, imported files and long functions.
 
     python -m tests.support.sizes            # this tree
     python -m tests.support.sizes REVISION   # compares the tree with a revision

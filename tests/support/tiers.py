@@ -90,7 +90,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     """Select `count` rows greedily by their numbers of new pairs of values; return the indices.
 
     If several rows have equally many new pairs, rows that are far apart are preferred. The order is
-    deterministic, and a longer list begins with a shorter one.
+    deterministic, and the first k indices do not depend on `count`.
     """
     pairs = [
         {*combinations(enumerate(row), 2), *((cell,) for cell in enumerate(row))} for row in rows

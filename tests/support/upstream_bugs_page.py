@@ -1,4 +1,4 @@
-"""Measure PyTorch's wrong derivatives, and whether `gradtools.testing.checked` reports them.
+"""Measures PyTorch's wrong derivatives, and whether `gradtools.testing.checked` reports them.
 
     python -m tests.support.upstream_bugs_page    # writes docs/upstream-bugs.md
 

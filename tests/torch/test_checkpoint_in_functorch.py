@@ -85,7 +85,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_checkpoint_that_is_mapped_may_hold_a_derivative(name):
-    """A pullback may run after its torch.func level has ended, so its tensors are not captured."""
+    """A pullback may run after its torch.func level ends; its tensors do not count as captured."""
     w = torch.randn(3, requires_grad=True)
     rows = torch.randn(4, 3, requires_grad=True)
     inner = lambda x: INSIDE[name](lambda x: (x.sin() * x * w).sum(), x)

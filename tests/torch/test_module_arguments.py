@@ -157,7 +157,7 @@ OPERATORS = {
     "minimax": lambda f, net: gt.minimax_value_and_grad(f, 0, ())(net),
     "vjp": lambda f, net: _by_vjp(f, net),
     # The reduction is "sum", because a mean divides by the sum of the weights, which causes
-    # rounding.
+    # rounding errors.
     "microbatched": lambda f, net: gt.microbatched_value_and_grad(
         lambda n, x: f(n), 6, reduction="sum"
     )(net, X),

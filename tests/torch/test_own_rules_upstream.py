@@ -1,4 +1,4 @@
-"""Tests bugs of custom rules in plain PyTorch, and gradtools on the same programs.
+"""Tests bugs of custom rules in plain PyTorch, and tests gradtools on the same programs.
 
 Each test asserts an upstream bug and fails if the bug has been fixed.
 """

@@ -1,4 +1,4 @@
-"""Compares custom rules in PyTorch with the documented autograd.Function.
+"""Compares custom rules in PyTorch with the documented behavior of autograd.Function.
 
 A program calls an autograd.Function as in PyTorch's documentation, or a `custom_rule` with the same
 formulas. The Function computes the expected result. Programs for which custom_rule deliberately
@@ -156,7 +156,7 @@ PAIRS = {
 
 class Program(NamedTuple):
     name: str  # The name of the pair in PAIRS.
-    run: object  # run(f) returns a pytree or raises.
+    run: object  # run(f) returns a pytree or raises an error.
 
 
 def grads(f, *xs, **told):
@@ -284,7 +284,7 @@ FORWARD_EXCEPTIONS = {
 
 
 def outcome(program, f):
-    """Return the result of the program, or RuntimeError if it raises."""
+    """Return the result of the program, or RuntimeError if the program raises that error."""
     try:
         return program.run(f)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""On a line with several operations, why_zero names those that lose the gradient, but no masks."""
+"""On a line with several operations, why_zero names each cause of lost gradients, but no mask."""
 
 from __future__ import annotations
 

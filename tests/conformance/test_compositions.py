@@ -69,9 +69,10 @@ def test_in_pytorch_an_edit_in_a_frozen_function_is_differentiated_along_its_cot
 
 
 def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, backend_name):
-    """torch.func unwraps both arguments of the edit to the same tensor, which PyTorch cannot
-    save.""" x = array(gt, 3) f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2) if
-    backend_name == "torch":
+    """torch.func unwraps both arguments of the edit to one tensor, which PyTorch cannot save."""
+    x = array(gt, 3)
+    f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2)
+    if backend_name == "torch":
         from torch import func as native
     else:
         import jax as native

@@ -95,7 +95,7 @@ def slope(gt: Any, x: Any) -> Any:
 
 
 def _rule(w: World, where: str) -> Any:
-    """Return a program with a custom rule that calls `w.part` in f, fwd, bwd or forward rule."""
+    """Return a program with a custom rule that calls `w.part` in f, fwd, bwd or the jvp rule."""
     plain = healthy(w.gt)
     f = w.gt.custom_rule(w.part if where == "value" else plain)
     here = w.part if where in ("fwd", "jvp") else plain

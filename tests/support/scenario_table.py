@@ -102,7 +102,7 @@ def forms() -> Iterator[Scenario]:
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """Return the smooth 64-bit scenarios whose values are neither large nor tiny."""
+    """Return the smooth scenarios in double precision whose values are neither large nor tiny."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())

@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def interpreter(version: str) -> str | None:
-    """Return the path of a Python of the given version, from PATH or pyenv, or None."""
+    """Return the path of this version of Python from PATH or pyenv, or None if there is none."""
     candidates = [shutil.which(f"python{version}")]
     pyenv = Path.home() / ".pyenv" / "versions"
     candidates += [str(p / "bin" / "python") for p in sorted(pyenv.glob(f"{version}.*"))]
@@ -67,7 +67,7 @@ def interpreter(version: str) -> str | None:
 
 
 def built(name: str, pair: Pair) -> Path | None:
-    """Return the interpreter of a pair's environment, or None if its Python is not installed."""
+    """Build a pair's environment once; return its interpreter, or None if Python is missing."""
     folder = FOLDER / name
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     stamp = folder / ".installed"

@@ -31,7 +31,7 @@ def fresh(run):
     )  # fmt: skip
 
 
-# The maximum numbers of calls of gradtools functions and of changes of file in each walk.
+# The maximum numbers of gradtools calls and of calls into another file in each call tree.
 AT_MOST = {
     "grad, torch": (31, 19),
     "grad, jax": (54, 30),

@@ -66,7 +66,7 @@ def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
             result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*result)  # a draw after the gradient checks that the random states are equal
+        _exactly(*result)  # equal draws after the gradient imply equal random states
 
     return run
 

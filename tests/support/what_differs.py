@@ -18,7 +18,7 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"
-Values = list[Any] | None  # is None if the framework does not define the second derivative
+Values = list[Any] | None  # None if the framework does not define the second derivative
 
 # Each entry consists of a name, a point and an indented line with the functions in PyTorch and JAX.
 # The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for

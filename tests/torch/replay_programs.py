@@ -38,7 +38,7 @@ PROGRAMS = Table()
 
 
 def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
-    """Register a program for these operators; the decorated function returns the `World`."""
+    """Register a program for the operators `kinds`; the decorated function returns the `World`."""
     return PROGRAMS.add(name, expect, kinds=kinds)
 
 

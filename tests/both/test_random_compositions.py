@@ -39,7 +39,7 @@ def start(gt):
 
 
 def operators(gt):
-    """Return each operator as a map from a function of a vector to another such function."""
+    """Return each operator as a map between functions of a vector."""
     xp, rows = gt.xp, gt.asarray(ROWS)
     seed, t, ct, slope = (gt.asarray(v) for v in (SEED, TANGENT, COTANGENT, SLOPE))
     weigh = lambda f: lambda x: xp.sum(seed * f(x))

@@ -1,4 +1,4 @@
-"""Tests host kernels for JAX only: nested JAX calls, 64-bit dtypes and shard_map."""
+"""Tests host kernels in JAX: nested JAX calls, 64-bit dtypes and shard_map."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Simulates a PyTorch device other than the CPU, and runs every operator on it.
 
-`native/other_device.cpp` implements the device. The device becomes `torch.accelerator` of its
+`native/other_device.cpp` implements the device. The device becomes the `torch.accelerator` of its
 process, so the sweep runs as a program in a separate process:
 
     python -m tests.support.other_device        # prints a report of each use as JSON

@@ -1,8 +1,8 @@
 """gradtools registers, patches and copies nothing in PyTorch outside of its own calls.
 
 The tests compare all kernels of PyTorch's dispatcher and the attributes of its public namespaces
-before and after calls of all operators. They run in subprocesses, because PyTorch registers some
-kernels at their first use.
+before and after calls of all operators. The tests run in subprocesses, because PyTorch registers
+some kernels at their first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests requirements on the kernel and the rule of a host function, and plain calls."""
+"""Tests requirements on the kernel and the rule of a host function, and tests plain calls."""
 
 from __future__ import annotations
 

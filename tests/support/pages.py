@@ -133,7 +133,7 @@ class Block:
     def _run(self) -> None:
         # leading empty lines make the line numbers in tracebacks equal those of the page
         source = "\n" * self.line + self.code
-        module = ModuleType("page")  # registered below, because torch.compile looks the module up
+        module = ModuleType("page")  # registered below, because torch.compile looks up the module
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:

@@ -46,7 +46,7 @@ class Own(dict):
 
 
 class Record(collections.OrderedDict):
-    """A dict whose items are also attributes and whose `update` raises, like a ModelOutput."""
+    """A dict whose items are also attributes and whose `update` raises an error (ModelOutput)."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

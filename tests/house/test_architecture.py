@@ -99,7 +99,7 @@ def test_no_room_is_in_a_circle_of_imports():
     TopologicalSorter({room: graph[room] - BACK.get(room, set()) for room in graph}).prepare()
 
 
-# The recorders of an operation-by-operation comparison, which first_divergence imports.
+# Modules that first_divergence imports when it is called, to record the operations of both models.
 ON_DEMAND = ("testing/diverging/torch_run.py", "testing/diverging/jax_run.py")
 
 

@@ -111,7 +111,7 @@ def test_carries_go_from_chunk_to_chunk_once(gt):
     out, count = gt.chunked(f, 2, carry_argnums=1)(x, one)
     assert gt.to_numpy(out).tolist() == [1, 2, 12, 16, 55] and float(count) == 16
     g = gt.grad(lambda x: (gt.chunked(f, 2, carry_argnums=1)(x, one)[0] * x).sum())(x)
-    # the gradient is 2 x times the count, which is a constant
+    # the gradient is 2 x count, because no gradient propagates through the carry
     assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]
 
 

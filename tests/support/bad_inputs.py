@@ -326,13 +326,13 @@ BAD: dict[str, Call] = {
     "checkpoint, an unknown value of verify": lambda gt, a: gt.checkpoint(
         total(gt), verify="always"
     ),
-    "frozen, the arguments beside G": lambda gt, a: gt.frozen(total(gt), a(V)),
+    "frozen, an argument of G as an option": lambda gt, a: gt.frozen(total(gt), a(V)),
     "chunked, chunk_size first": lambda gt, a: gt.chunked(2, total(gt)),
     "microbatched, chunk_size first": lambda gt, a: gt.microbatched_value_and_grad(2, total(gt)),
     "chunked, a random key that is split": lambda gt, a: gt.chunked(lambda x, key: x, 2)(
         a(ROWS), a(np.array([0, 1], np.uint32))
     ),
-    "checkpoint, the arguments beside f": lambda gt, a: gt.checkpoint(total(gt), a(V)),
+    "checkpoint, an argument of f as an option": lambda gt, a: gt.checkpoint(total(gt), a(V)),
     "an array in place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked, an array as chunk size": lambda gt, a: gt.chunked(total(gt), a(V)),
@@ -527,7 +527,7 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
-    "a bwd of the cotangent and the residuals": lambda gt, a: noted(
+    "a bwd with its arguments swapped": lambda gt, a: noted(
         lambda: rule_of_swapped_arguments(gt, a)
     ),
     "an adjoint that raises a shape error": lambda gt, a: noted(
@@ -605,7 +605,7 @@ BAD: dict[str, Call] = {
     "cross_check of a linen module without its variables": lambda gt, a: cross_checked(
         torch=lambda x: x, jax=linen(), args=(V,)
     ),
-    "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
+    "cross_check of integers, one program detaches the output": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
     "check_rule of a rule of the other framework": lambda gt, a: check_rule(
@@ -662,7 +662,7 @@ BAD: dict[str, Call] = {
         lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
     )(a(V), a(V)),
     "sparsity is True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
-    "a loss for each example, not one": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
+    "per_example_grad of a vector": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
         a(V), a(ROWS)
     ),
     "a branch on a value of one example": lambda gt, a: noted(
@@ -726,7 +726,7 @@ BAD: dict[str, Call] = {
     "assign_gradients, swapped arguments": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
-    "formula.agrees_with a derivation without the cotangent": lambda gt, a: gt.formula(
+    "formula.agrees_with, a derivation without the cotangent": lambda gt, a: gt.formula(
         total(gt), a(V)
     ).agrees_with(lambda x: 2 * x),
     "formula.agrees_with two derivations": lambda gt, a: gt.formula(total(gt), a(V)).agrees_with(

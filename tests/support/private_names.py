@@ -162,7 +162,7 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private names of a framework on any object
+_TOLD = _OF_TENSORS | _OF_MODULES  # counted even if gradtools also defines the name
 
 
 # --- patches -----------------------------------------------------------------------------

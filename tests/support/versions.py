@@ -1,4 +1,4 @@
-"""Run the tests with other versions: ``python -m tests.support.versions [NAME ...]``.
+"""Runs the tests with other versions: ``python -m tests.support.versions [NAME ...]``.
 
 Each pair of versions has an environment in ``.venv-versions/``, which is built once. pip installs
 CPU wheels of PyTorch if PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS provides them; otherwise it downloads

@@ -1,4 +1,4 @@
-"""Defines programs that test recomputation in PyTorch under difficult conditions.
+"""Defines programs that test recomputation in PyTorch with state, draws, hooks and transforms.
 
 `chunked`, `frozen` and `checkpoint` recompute a part of a program. Each program must return the
 same values and leave the same state as its plain version (a loop over chunks, double backward, or f

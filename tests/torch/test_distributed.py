@@ -100,7 +100,7 @@ def one_process(world):
 
 
 def through_ddp(rank, world, loss, **options):
-    """Run DDP with a chunk size that depends on the rank, so that numbers of chunks differ."""
+    """Run DDP with a chunk size that depends on the rank, so that the numbers of chunks differ."""
     encode = lambda f, x: gt.chunked(f, 1 + rank, **options)(x)
     model, seen = counted(Step(encoder(), encode, loss(rank, world)))
     model(batch(world)[rank * ROWS : (rank + 1) * ROWS]).backward()

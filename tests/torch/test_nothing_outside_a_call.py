@@ -117,7 +117,7 @@ PATCHES = [
 def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
     name, patch, weights, monkeypatch
 ):
-    """Attention libraries patch torch.nn.functional; double backward computes the reference."""
+    """Attention libraries patch torch.nn.functional; double backward gives the expected values."""
     torch.manual_seed(0)
     heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
     G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]

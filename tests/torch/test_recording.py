@@ -1,4 +1,4 @@
-"""A recorded run restores all state, records the right operations and has a bounded cost."""
+"""A recorded run restores all state, records the correct operations and has a bounded cost."""
 
 from __future__ import annotations
 

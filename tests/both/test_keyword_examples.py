@@ -271,7 +271,7 @@ HOLDERS = {
 
 
 def layer_case(kind):
-    """Return the namespace of a layer's backend, the layer, and the reference by NumPy.
+    """Return the namespace of a layer's backend, the layer, and a reference in NumPy.
 
     The reference is the function `(x, shift) -> (squared errors, gradients)`, with one entry per
     row of x; a gradient is the derivative with respect to the weights and then the bias.

@@ -116,7 +116,7 @@ def programs(gt) -> dict[str, Program]:
 
 
 def result(gt, column: str, program: Program) -> tuple[object, np.ndarray]:
-    """Return the computed and the expected result of a program in the column of the table."""
+    """Return the computed and the expected result of a program for a column of the table."""
     x, t = gt.asarray(X), gt.asarray(T)
     if column == "eager":
         return program.function(x), program.value(X)

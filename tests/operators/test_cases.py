@@ -73,7 +73,7 @@ def test_u1_one_evaluation_gives_both_players_gradients(gt, backend_name):
 
 @pytest.fixture
 def players(rng):
-    """Return x of shape (10, 1) and three linear layers with sizes 1 to 2, 2 to 3 and 2 to 3."""
+    """Return x of shape (10, 1) and linear layers with weights of shapes (1, 2), (2, 3), (2, 3)."""
     x = rng.uniform(size=(10, 1))
     layer = lambda i, o: {"w": rng.normal(size=(i, o)), "b": rng.normal(size=o)}
     return x, layer(1, 2), layer(2, 3), layer(2, 3)
@@ -87,7 +87,7 @@ def minimax_cost(A, B, C, x):
 
 
 def minimax_by_hand(A, B, C, x):
-    """Return the gradients of the cost with the gradient of C negated."""
+    """Return the gradients of the cost; the gradient with respect to C is negated."""
     h = x @ A["w"] + A["b"]
     slope = lambda y: (x + 1) * np.abs(y) ** x * np.sign(y)
     to_b, to_c = slope(h @ B["w"] + B["b"]), -slope(h @ C["w"] + C["b"])

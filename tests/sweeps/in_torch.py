@@ -229,7 +229,7 @@ _way("jacobian, reverse", PULLED)(lambda p: _jacobian(p, "reverse"))
 
 
 def _chunked(p: Point) -> Any:
-    """Run f in two chunks if f acts elementwise and draws no random numbers."""
+    """Return the pullback of f in two chunks if f is elementwise and draws no random numbers."""
     if not p.program.alone or p.program.random or len(p.x[0]) < 2:
         return None
     return _vjp(p, gt.chunked(p.f, (len(p.x[0]) + 1) // 2))

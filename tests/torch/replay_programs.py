@@ -547,7 +547,7 @@ program("a recomputed chunk has the same values but no path to a weight", TRAINE
 
 
 class Codebook(nn.Module):
-    """A codebook that replaces rarely selected codes by random numbers."""
+    """A codebook that replaces rarely selected codes with random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -178,7 +178,7 @@ def stateful(norm=nn.BatchNorm1d):
 
 
 class PlainBatchNorm(nn.BatchNorm1d):
-    """Batch norm, computed by plain operations, whose third derivatives are correct in PyTorch."""
+    """Batch norm, computed by plain operations, so that PyTorch's third derivatives are correct."""
 
     def forward(self, x):
         mean, var = x.mean(0), x.var(0, unbiased=False)

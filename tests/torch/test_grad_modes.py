@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 class Asking(torch.autograd.Function):
-    """A Function whose backward pass computes a derivative by a given program."""
+    """A Function whose backward pass computes a derivative with a given program."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, program: Any, results: list[Any]) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_torch_export_warns_that_the_derivative_is_lost():
 
 
 class Record(OrderedDict):
-    """A dict whose items are also attributes and whose `update` raises an error (ModelOutput)."""
+    """Like a ModelOutput, a dict whose items are attributes and whose `update` raises an error."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

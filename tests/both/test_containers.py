@@ -46,7 +46,7 @@ class Own(dict):
 
 
 class Record(collections.OrderedDict):
-    """A dict whose items are also attributes and whose `update` raises an error (ModelOutput)."""
+    """Like a ModelOutput, a dict whose items are attributes and whose `update` raises an error."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

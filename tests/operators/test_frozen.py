@@ -196,7 +196,7 @@ def in_chunks(gt, G, zs):
 
 
 def pushed(gt, G, zs):
-    """Return df/dz by forward mode along unit vectors."""
+    """Return df/dz at all zs as a function of y, computed in forward mode along unit vectors."""
 
     def one(y, z):
         f = lambda z: (gt.xp.tanh(y * G(z)) * y).sum()

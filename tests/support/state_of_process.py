@@ -54,7 +54,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Any) -> Any:
-    """Describe the memory, the layout and the attached objects of an array by plain values."""
+    """Describe the memory, the layout and the attached objects of an array with plain values."""
     if isinstance(x, np.ndarray):
         return (x.dtype.str, x.shape, x.strides, x.flags.writeable, x.tobytes())
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):

@@ -2,7 +2,7 @@
 
 `python -m tests.support.what_differs` rewrites the table, and a test checks that the table is
 current. The derivative at a kink is a convention. Each row shows the first and second pullback of a
-cotangent of ones by `torch.autograd.grad` or `jax.vjp` in float64.
+cotangent of ones, computed by `torch.autograd.grad` or `jax.vjp` in float64.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Point:
         return self.pulled(self.f, self.live, self.v)
 
     def pushed(self) -> Tensors:
-        """Return J u by forward mode."""
+        """Return J u, computed in forward mode."""
         return self._dual(self.f, self.x)
 
     def transposed(self) -> Tensors:
@@ -104,17 +104,17 @@ class Point:
             return self.pulled(lambda *_: tangents, us, self.v)
 
     def double_backward(self) -> Tensors:
-        """Return H u by reverse over reverse mode."""
+        """Return H u, computed in reverse over reverse mode."""
         slopes = self.pulled(self._losses, self.live, [_ONE], create_graph=True)
         return self.pulled(lambda *_: slopes, self.live, self.u)
 
     def forward_over_reverse(self) -> Tensors:
-        """Return H u by forward over reverse mode."""
+        """Return H u, computed in forward over reverse mode."""
         slopes = lambda *xs: self.pulled(self._losses, xs, [_ONE], create_graph=True)
         return self._dual(slopes, self.live)
 
     def reverse_over_forward(self) -> Tensors:
-        """Return H u by reverse over forward mode."""
+        """Return H u, computed in reverse over forward mode."""
         with forward_ad.dual_level():
             ys = self.g(*map(forward_ad.make_dual, self.live, self.u))
             tangents = [_or_zero(forward_ad.unpack_dual(y).tangent, y.detach()) for y in ys]

@@ -1,4 +1,4 @@
-"""`chunked` concatenates the outputs of chunks only if the rows of an output are examples."""
+"""`chunked` concatenates outputs of chunks only if the rows of an output belong to examples."""
 
 from __future__ import annotations
 

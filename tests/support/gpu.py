@@ -268,7 +268,7 @@ def _bridged(device: torch.device) -> None:
     assert result[-1] == x.data_ptr(), "a tensor was copied"
     a = jax.device_put(jnp.arange(8.0), there[device.index or 0])
     twice = bridge.to_jax(noted)
-    assert twice(a).devices() == a.devices()  # the first call copies a, to detect writes
+    assert twice(a).devices() == a.devices()  # the first call copies `a` to detect writes
     twice(a)
     assert result[-1] == a.unsafe_buffer_pointer(), "an array was copied"
     assert float(jax.grad(lambda a: (twice(a) * a).sum())(a)[3]) == 12.0

@@ -1,4 +1,4 @@
-"""The gradient for a module equals `loss.backward()` bit by bit, for modules of every kind."""
+"""For modules of every kind, gradtools and `loss.backward()` compute bitwise equal gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Comparisons of derivatives run in full float32 precision and restore the settings afterwards.
 
-On a CPU with bfloat16 support, oneDNN's bfloat16 products replace the TF32 products of a GPU.
+On a CPU with bfloat16 support, the tests use oneDNN's bfloat16 products in place of the TF32
+products of a GPU.
 """
 
 from __future__ import annotations

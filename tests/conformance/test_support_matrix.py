@@ -39,7 +39,7 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
-# Set in the subprocess with several devices, which runs shard_map for the plain rules.
+# This variable is set in the subprocess that runs shard_map for the plain rules on four devices.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
 # Words in the names of transforms that compile slowly; their cells are never quick tests.
 SLOW_WORDS = {

@@ -1,4 +1,4 @@
-"""The PyTorch engine does not change global state and supports functions of every kind."""
+"""Tests the PyTorch engine: global state, running statistics, grad mode, hooks and pullbacks."""
 
 from __future__ import annotations
 

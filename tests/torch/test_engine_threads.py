@@ -1,4 +1,4 @@
-"""Every engine is correct while another thread is in forward mode, and after interrupts."""
+"""Derivatives are correct while another thread uses forward mode; interrupts leave no mode set."""
 
 from __future__ import annotations
 

@@ -527,7 +527,7 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
-    "a bwd with its arguments swapped": lambda gt, a: noted(
+    "a bwd of the cotangent and the residuals": lambda gt, a: noted(
         lambda: rule_of_swapped_arguments(gt, a)
     ),
     "an adjoint that raises a shape error": lambda gt, a: noted(

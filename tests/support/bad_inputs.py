@@ -662,7 +662,7 @@ BAD: dict[str, Call] = {
         lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
     )(a(V), a(V)),
     "sparsity is True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
-    "per_example_grad of a vector": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
+    "a loss for each example, not one": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
         a(V), a(ROWS)
     ),
     "a branch on a value of one example": lambda gt, a: noted(
@@ -726,7 +726,7 @@ BAD: dict[str, Call] = {
     "assign_gradients, swapped arguments": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, layer(gt)
     ),
-    "formula.agrees_with, a derivation without the cotangent": lambda gt, a: gt.formula(
+    "formula.agrees_with a derivation without the cotangent": lambda gt, a: gt.formula(
         total(gt), a(V)
     ).agrees_with(lambda x: 2 * x),
     "formula.agrees_with two derivations": lambda gt, a: gt.formula(total(gt), a(V)).agrees_with(

@@ -69,7 +69,7 @@ def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(t
     # gradients of parameters are accumulated in float32
     sums = 4 * ahead.LAYERS * ahead.FEATURES**2
     for count, found in costs.items():
-        # the bytes of outputs, cotangents, and a float32 batch, which a TPU rounds to bfloat16
+        # the bytes of outputs, cotangents, and, on a TPU, a bfloat16 copy of a float32 batch
         outputs = 3 * count * rows
         alone, ours = found["one chunk alone"], found["chunked"]
         if target.platform == TPU:

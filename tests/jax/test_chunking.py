@@ -389,7 +389,7 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    # a loop with jax.checkpoint of each chunk saves as many arrays
+    # in reverse over reverse mode, a loop with jax.checkpoint of each chunk saves as many arrays
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 

@@ -187,7 +187,7 @@ _ROWS, _SECONDS = 5, 60
 
 
 def _two_processes(device: torch.device) -> None:
-    """Train one step in two processes, with nccl on GPUs or gloo on CPUs."""
+    """Compare `checkpoint` with a plain model in two processes: nccl on GPUs, gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Absent("needs two GPUs")
     with TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def _two_processes(device: torch.device) -> None:
 
 
 def _rank(rank: int, kind: str, where: str) -> None:
-    """Run one of the two processes of the training step."""
+    """Run one of the two processes."""
     from datetime import timedelta
 
     device = torch.device(kind, rank if kind == "cuda" else 0)

@@ -75,7 +75,7 @@ SEED = 3
 
 
 def found(use: Use) -> dict[str, Any]:
-    """Run a `Use` twice on the device and return a report of its behavior."""
+    """Run a `Use` on the device several times and return a report of its behavior."""
     torch.manual_seed(SEED)
     expected = leaves(gt, use.run(World(gt, healthy(gt), gt.asarray(POINT))))
     x = gt.asarray(POINT).to(NAME)

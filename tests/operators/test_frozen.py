@@ -142,7 +142,7 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
-    """Test the derivative of J u with respect to z, where J is the Jacobian of G at z."""
+    """Differentiate the square of d/dy |df/dz|^2 with respect to z."""
     G, z, whole, read = case
 
     def third(G):

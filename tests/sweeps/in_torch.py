@@ -323,7 +323,7 @@ def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
-            yield about("every way", LEFT_OUT, "the value or gradient is infinite or NaN at the sample")
+            yield about("every way", LEFT_OUT, "the value or gradient is not finite at the sample")
             return
         for way in ways:
             told = _judged(point, way)

@@ -273,7 +273,7 @@ def test_a_bridged_function_and_what_it_closes_over_are_freed():
     assert gone() is None
 
 
-# --- shapes, captures, refusals ----------------------------------------------------------
+# --- shapes, captures and errors ---------------------------------------------------------
 
 
 def test_a_shape_that_depends_on_values_is_said_by_out():

@@ -1,4 +1,4 @@
-"""Tests operators in PyTorch with unusual tensors, in modes, and on the meta device."""
+"""Tests operators in PyTorch with unusual tensors, inside of modes and on the meta device."""
 
 from __future__ import annotations
 

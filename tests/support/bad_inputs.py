@@ -286,7 +286,7 @@ BAD: dict[str, Call] = {
     "a solution of another shape": lambda gt, a: gt.implicit_solution(
         lambda z, a: z[0], lambda a: a
     )(a(V)),
-    "implicit_solution, solve first": lambda gt, a: gt.implicit_solution(
+    "a solution, solve first": lambda gt, a: gt.implicit_solution(
         lambda a: a**0.5, lambda z, a: z * z - a
     ),
     "a solution that is not a zero of F": lambda gt, a: gt.implicit_solution(
@@ -301,7 +301,7 @@ BAD: dict[str, Call] = {
     "a solver that also returns its steps": lambda gt, a: gt.implicit_solution(
         lambda z, t: z - t, lambda t: (t, 7)
     )(a(S)),
-    "an equation whose derivative is NaN": lambda gt, a: gt.grad(
+    "an equation with a derivative of NaN": lambda gt, a: gt.grad(
         gt.implicit_solution(lambda z, t: gt.xp.sqrt(0 * z) + z - t, lambda t: 1 * t, "dense")
     )(a(S)),
     "conjugate gradients, a matrix that is not symmetric": lambda gt, a: gt.grad(
@@ -309,7 +309,7 @@ BAD: dict[str, Call] = {
             lambda z, t: a(np.array([[1.0, 3.0], [-3.0, 1.0]])) @ (z - t), lambda t: 1 * t, "cg"
         )(t)[0]
     )(a(V)),
-    "retain_gradient, an integer as the name": lambda gt, a: gt.retain_gradient(a(V), 3),
+    "retain_gradient, an integer as name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a function that returns a vector": lambda gt, a: gt.retained_gradients(
         lambda x: x
     )(a(V)),
@@ -551,7 +551,7 @@ BAD: dict[str, Call] = {
     "a forward rule that computes with its tuples": lambda gt, a: noted(
         lambda: rule_of_tuples(gt, a)
     ),
-    "a bwd with its arguments swapped": lambda gt, a: noted(
+    "a bwd of the cotangent and the residuals": lambda gt, a: noted(
         lambda: rule_of_swapped_arguments(gt, a)
     ),
     "an adjoint that raises a shape error": lambda gt, a: noted(
@@ -603,7 +603,7 @@ BAD: dict[str, Call] = {
     "accumulate_gradients with a gradient of another dtype": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"w": a(F32)}
     ),
-    "assign_gradients with gradients of another structure": lambda gt, a: gt.assign_gradients(
+    "assign_gradients of another structure": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, a(V)
     ),
     "assign_gradients with a list of another length": lambda gt, a: gt.assign_gradients(
@@ -635,8 +635,8 @@ BAD: dict[str, Call] = {
     "check_rule of a rule of the other framework": lambda gt, a: check_rule(
         ruled(gt, lambda x: x), (V,), {"torch": "jax", "jax": "torch"}[gt.__name__[10:]]
     ),
-    "checked, a name in place of a namespace": lambda gt, a: checked("torch"),
-    "checked, a function in place of a namespace": lambda gt, a: checked(total(gt)),
+    "checked, a name in place of the seed": lambda gt, a: checked("torch"),
+    "checked, a function in place of the seed": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error": lambda gt, a: gt.why_zero(raising, a(V)),
     "why_zero of a function that returns None": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
@@ -650,7 +650,7 @@ BAD: dict[str, Call] = {
         total(gt), 1, key_argnums=5
     )(a(V)),
     # --- habits from other libraries
-    "grad with respect to a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
+    "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
     "grad with respect to an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(
         iter([a(V)])
     ),
@@ -690,9 +690,9 @@ BAD: dict[str, Call] = {
         lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
     )(a(V), a(V)),
     "sparsity is True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
-    "per_example_grad of a function that returns a vector": lambda gt, a: gt.per_example_grad(
-        lambda w, x: w * x
-    )(a(V), a(ROWS)),
+    "a loss for each example, not one": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
+        a(V), a(ROWS)
+    ),
     "a branch on a value of one example": lambda gt, a: noted(
         lambda: gt.per_example_grad(branching)(a(V), a(ROWS))
     ),
@@ -705,7 +705,7 @@ BAD: dict[str, Call] = {
     "in_axes with a name that f lacks": lambda gt, a: gt.per_example_grad(
         mean, in_axes={"data": 0}
     )(a(V), a(ROWS)),
-    "microbatched_value_and_grad of a function that returns a loss for each example": lambda gt, a: (
+    "microbatched_value_and_grad of a function that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: x @ w, 2)(a(V), a(ROWS))
     ),
     "microbatched_value_and_grad, a string as aux": lambda gt, a: gt.microbatched_value_and_grad(

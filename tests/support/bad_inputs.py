@@ -609,7 +609,7 @@ BAD: dict[str, Call] = {
     "assign_gradients with a list of another length": lambda gt, a: gt.assign_gradients(
         [target(gt, a), target(gt, a)], [a(V)]
     ),
-    "assign_gradients to an integer array": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
+    "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),

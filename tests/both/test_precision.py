@@ -23,8 +23,8 @@ STATES = {
     "older: medium, no TF32 in cuDNN": "torch.set_float32_matmul_precision('medium'); "
     "torch.backends.cudnn.allow_tf32 = False",
     "newer: everything": "torch.backends.fp32_precision = 'tf32'",
-    "newer: matrices of CUDA": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "newer: convolutions of oneDNN": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
+    "newer: CUDA matrix products": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "newer: oneDNN convolutions": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
     "newer: no TF32 in recurrent layers": "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
 }
 

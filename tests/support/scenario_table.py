@@ -94,9 +94,7 @@ def forms() -> Iterator[Scenario]:
     tree = {"e": np.zeros((2, 0)), "x": _draw(2)}
     yield Scenario("an empty and a nonempty leaf", empty, (tree,), "pytree")
     pair = [np.asarray(_draw()), _draw(2)]
-    yield Scenario(
-        "a number without axes in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree"
-    )
+    yield Scenario("a scalar array in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree")
     yield Scenario("real and complex leaves", _mixed, (both,), "pytree", "complex128")
 
 

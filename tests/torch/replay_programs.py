@@ -368,7 +368,7 @@ of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 of_net("an uninitialized lazy layer", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
-@program("a full backward hook counts", TRAINED)
+@program("a full backward hook counts its calls", TRAINED)
 def _() -> World:
     net, seen = mlp(), list[int]()
     net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))

@@ -2,10 +2,10 @@
 
 Each pair of versions has an environment in ``.venv-versions/``, which is built once. pip installs
 CPU wheels of PyTorch if PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS provides them; otherwise it downloads
-a CUDA build of about 3 GB, which is announced first. Each run executes the quick tests; tests in
-the ledger (`version_ledger`) must fail. ``--again`` runs only the tests that have not passed yet,
-after an interruption or a change. ``versions_seen.json`` stores the results, from which the table
-of docs/support.md is generated.
+a CUDA build of about 3 GB. Before the installation, a message states this size. Each run executes
+the quick tests; tests in the ledger (`version_ledger`) must fail. ``--again`` runs only the tests
+that have not passed yet, after an interruption or a change. ``versions_seen.json`` stores the
+results, from which the table of docs/support.md is generated.
 """
 
 from __future__ import annotations

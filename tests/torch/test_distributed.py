@@ -161,7 +161,7 @@ def looped(rank, world):
 
 @check
 def orders_of_gather(rank, world):
-    """Compute first and second derivatives and tangents of a loss that depends on all processes."""
+    """Compute two derivatives of a loss that couples all processes, and a tangent of all_gather."""
     x = batch(world)
     mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
     loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()

@@ -346,8 +346,8 @@ def _replaced(self: Any) -> Any:
 
 _zero = lambda: torch.zeros((), dtype=D)
 _add = lambda self: self.n.add_(1).clone()
-of_net("a module counts in a buffer", lambda: Counting(_add, n=_zero()))
-of_net("a module counts in a buffer that is replaced", lambda: Counting(_replaced, n=_zero()))
+of_net("a module counts its calls in a buffer", lambda: Counting(_add, n=_zero()))
+of_net("a module replaces a buffer in each call", lambda: Counting(_replaced, n=_zero()))
 
 
 class Scheduled(nn.Module):
@@ -407,7 +407,7 @@ def _between(change: Callable[[Any], Any], *more: nn.Module) -> World:
 _norm = lambda: nn.BatchNorm1d(4)
 _double = lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
 _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
-    "the parameters are changed in place by .data": (
+    "the parameters are changed in place through .data": (
         lambda net: [p.data.mul_(2) for p in net.parameters()],
         (),
         EITHER,

@@ -157,7 +157,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
     assert peak(network(depth).requires_grad_(trained)) == peak(network(2).requires_grad_(trained))
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the limits count comprehensions as calls")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the limits apply to Python 3.11")
 def test_what_a_use_costs_besides_its_work_is_held():
     """Python overhead, which dominates small networks, is limited per call and per layer."""
 

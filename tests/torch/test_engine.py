@@ -245,7 +245,7 @@ POINT = {
 MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
 ALONG = {
     "y captured by G": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
-    "an array captured by G as a keyword": lambda v: (
+    "an array that G passes by keyword": lambda v: (
         (lambda w: lambda z: torch.nn.functional.linear(z**2, weight=w).tanh())(torch.outer(v, v)),
         "y",
         "z",

@@ -120,7 +120,7 @@ MODES = {
     "inference_mode": inside(torch.inference_mode),
     "set_grad_enabled": inside(lambda: torch.set_grad_enabled(False)),
     "in a backward pass": in_a_backward_pass,
-    "in one with create_graph": lambda p, x: in_a_backward_pass(p, x, True),
+    "in a backward pass with create_graph": lambda p, x: in_a_backward_pass(p, x, True),
 }
 
 

@@ -132,7 +132,7 @@ def recomputed():
 NETS = {
     "attributes of parameters": Marked,
     "classes of parameters": lambda: ByClass(3, 2),
-    "a lambda over the module": Lambda,
+    "a lambda that closes over the module": Lambda,
     "a table keyed by parameters": Table,
     "a ParameterList": Listed,
     "tied parameters": tied,

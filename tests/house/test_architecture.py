@@ -65,7 +65,7 @@ def test_every_room_that_the_page_names_is_there():
     assert len(named) > 60 and not missing
 
 
-# Imports that run only on demand and therefore may create an import cycle.
+# Imports that run only on demand and are therefore allowed to form an import cycle.
 BACK = {}
 
 

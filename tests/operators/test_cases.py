@@ -280,7 +280,7 @@ def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rn
 @pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_the_solution_is_found(gt, slope_by):
-    """The residual is linear in c, so one Gauss-Newton step is exact for a polynomial."""
+    """The residual is linear in c, so one Gauss-Newton step finds the least-squares solution."""
     c, t = gt.asarray(np.zeros(10)), gt.asarray(T)
     J = gt.to_numpy(gt.jacobian(lambda c: residual(gt, slope_by, c, t))(c))
     np.testing.assert_allclose(J, columns(10), rtol=RTOL, atol=RTOL)

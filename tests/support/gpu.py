@@ -240,7 +240,7 @@ _EDITS: dict[str, Edit] = {
 
 
 def _bridged(device: torch.device) -> None:
-    """The bridge shares memory in stream order, or raises an error if JAX lacks the device."""
+    """The bridge shares memory and respects streams, or raises an error if JAX lacks the device."""
     try:
         import jax
         import jax.numpy as jnp

@@ -137,7 +137,7 @@ def _is_theirs(name: str) -> bool:
 
 @cache
 def _ours() -> set[str]:
-    """Return the private names that the package defines."""
+    """Return the names that the package defines."""
     found = set()
     for tree in _trees().values():
         for node in ast.walk(tree):

@@ -131,7 +131,7 @@ def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
 
 
 def scenarios() -> Iterator[Scenario]:
-    """Yield the scenarios that the project's own tests run."""
+    """Yield the scenarios of all groups except `forms`."""
     yield from _elementwise()
     yield from _of_shapes()
     yield from _rearranged()

@@ -40,7 +40,7 @@ def registrations():
 
 
 def attributes():
-    """Return the ids of the public attributes of PyTorch's namespaces."""
+    """Return the ids of the attributes of PyTorch's public namespaces."""
     places = (torch, torch.Tensor, functional, torch.autograd, torch.autograd.Function, nn.Module)
     places += (torch.autograd.graph, forward_ad, torch.func, torch.overrides, nn.Parameter)
     return {(p.__name__, name): id(value) for p in places for name, value in vars(p).items()}

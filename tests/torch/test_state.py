@@ -1,4 +1,4 @@
-"""Recomputation restores random states, generators and buffers, and no other state."""
+"""Recomputation restores random states, buffers and exchanged parameters, and no other state."""
 
 from __future__ import annotations
 

@@ -778,10 +778,10 @@ BAD: dict[str, Call] = {
     "why_zero, the optimizer as an argument": lambda gt, a: gt.why_zero(
         layer(gt), SimpleNamespace(param_groups=[])
     ),
-    "why_zero, a pair of functions as the optimizer": lambda gt, a: gt.why_zero(
+    "why_zero, a pair of functions as optimizer": lambda gt, a: gt.why_zero(
         total(gt), a(V), optimizer=Transformation(len, len)
     ),
-    "why_zero, a list of arrays as the optimizer": lambda gt, a: gt.why_zero(
+    "why_zero, a list of arrays as optimizer": lambda gt, a: gt.why_zero(
         total(gt), a(V), optimizer=[a(V)]
     ),
 }
@@ -802,7 +802,7 @@ ONLY = {
     "an example that f changes in place": "torch",
     "make_functional of a linen module's params": "jax",
     "why_zero, the optimizer as an argument": "torch",
-    "why_zero, a pair of functions as the optimizer": "torch",
+    "why_zero, a pair of functions as optimizer": "torch",
     "a branch on a value of one example": "jax",
     "a branch on a value of one chunk": "jax",
     "chunked, a carry of another dtype": "jax",

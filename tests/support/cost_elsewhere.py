@@ -6,7 +6,7 @@ from typing import Any
 
 # Public names whose costs are tested in other files or are negligible.
 ELSEWHERE = {
-    *("vmap", "compile"),  # Aliases of the framework's own functions.
+    *("vmap", "compile"),  # Wrappers of the framework's own functions.
     "all_gather",  # Needs several processes or devices.
     # These operators have no handwritten equivalent.
     *("implicit_solution", "retain_gradient", "retained_gradients"),

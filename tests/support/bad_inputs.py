@@ -651,10 +651,8 @@ BAD: dict[str, Call] = {
     )(a(V)),
     # --- habits from other libraries
     "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
-    "grad with respect to an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(
-        iter([a(V)])
-    ),
-    "grad with respect to a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
+    "grad of an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(iter([a(V)])),
+    "grad of a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
     "grad, a module in place of a loss": lambda gt, a: gt.grad(layer(gt))(a(F32)),
     "grad with respect to a module class": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
     "grad with respect to a module of the other framework": lambda gt, a: gt.grad(lambda m: 0.0)(

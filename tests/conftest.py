@@ -34,7 +34,7 @@ LEFT: dict[str, Any] = {}  # State of the process after the last test.
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the package's pytest plugin if it is not installed as an entry point."""
+    """Add options, and register the package's plugin if no entry point has registered it."""
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
     parser.addoption("--times", help="write the seconds of each test to this file")

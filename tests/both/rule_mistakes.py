@@ -94,7 +94,7 @@ BWD = {  # expected words of the error, f, bwd, arguments
         ("argument 0", "argument 1"), to_exp,
         lambda xp, r, c: (r[0] * xp.exp(r[1]) * c, xp.exp(r[1]) * c), X, Y,
     ),
-    "a broadcast that is not summed": (
+    "a cotangent not summed over a broadcast axis": (
         ("array 1", "shape (3, 3)"), lambda xp, x, b: x + b, lambda xp, r, c: (c, c), A, V,
     ),
     "None for a nonzero cotangent": (
@@ -126,7 +126,7 @@ for _name, (_says, *_rest) in BWD.items():
 mistake("the output saved instead of the input", "bwd", "argument 0")(
     by_bwd(sin, lambda xp, y, c: (xp.cos(y) * c,), X, res=lambda gt, x: gt.xp.sin(x))
 )
-mistake("None in the forward rule", "jvp", "argument 0", "None")(
+mistake("a forward rule that returns None", "jvp", "argument 0", "None")(
     by_jvp(square, lambda gt, p, t: None, X)
 )
 mistake("affine in the tangent", "jvp", "not linear in the tangent")(

@@ -145,7 +145,7 @@ def test_a_jax_function_composes_with_the_transforms_of_torch(name):
 
 
 def test_a_zero_without_memory_arrives_as_zeros():
-    # PyTorch's forward mode creates such a zero tensor, which has no storage.
+    # PyTorch's forward mode creates zero tensors without storage.
     zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)
     for t in (zero, zero.T, zero.conj()):
         near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
@@ -288,7 +288,7 @@ def test_a_bridged_function_and_what_it_closes_over_are_freed():
     assert gone() is None
 
 
-# --- shapes, captures, refusals ----------------------------------------------------------
+# --- shapes, captures and errors ---------------------------------------------------------
 
 
 def test_a_shape_that_depends_on_values_is_said_by_out():

@@ -15,9 +15,9 @@ from gradtools.testing.cross_checking.tolerances import real_name, tolerance
 from tests.support.scenario_table import scenarios
 
 RECORDS = {s.name: s for s in scenarios()}
-# Programs with one operation on one array, except for the first two, which are quick tests.
+# Slow tests: programs of one vector without tags, except for the first two.
 ALIKE = [name for name, s in RECORDS.items() if s.shape == "vector" and not s.tags][2:]
-# Tags of programs that a framework does not support or that the two frameworks define differently.
+# The tag of programs for which the two frameworks define different derivatives.
 CONVENTIONS = "kink"
 
 
@@ -146,7 +146,7 @@ def test_torch_export_warns_that_the_derivative_is_lost():
 
 
 class Record(OrderedDict):
-    """A dict with attributes and without `update`, like a ModelOutput of transformers."""
+    """Like a ModelOutput, a dict whose items are attributes and whose `update` raises an error."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

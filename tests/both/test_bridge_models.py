@@ -1,4 +1,4 @@
-"""Tests bridged models: state, random keys, train and eval mode, optimizers, gradient edits."""
+"""Tests bridged models: state, random keys, train and eval mode, optimizers and gradient edits."""
 
 import copy
 

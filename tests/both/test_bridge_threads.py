@@ -16,7 +16,7 @@ THREADS, CALLS = 16, 800
 
 
 def together(work, each):
-    """Run work(i, k) `each` times in each thread; return errors and whether all threads ended."""
+    """Run work(i, k) `each` times in each thread; return errors and unfinished threads."""
     wrong = []
 
     def loop(i):

@@ -1,4 +1,4 @@
-"""why_zero names each operation on a line that loses the gradient, but not the mask."""
+"""On a line with several operations, why_zero names each cause of lost gradients, but no mask."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_mask_of_masked_fill_does_not_hide_the_cause():
 
 
 def causes(gt, f):
-    """Return the kind and operation of each finding; each must lose the whole gradient."""
+    """Return the kind and operation of each finding; the whole gradient must be lost at each."""
     report = gt.why_zero(f, gt.asarray(X))
     assert all(finding.whole for finding in report)
     return [(finding.kind, finding.operation) for finding in report]

@@ -46,7 +46,7 @@ class Own(dict):
 
 
 class Record(collections.OrderedDict):
-    """A dict with an attribute for each key and without `update`, like a ModelOutput."""
+    """Like a ModelOutput, a dict whose items are attributes and whose `update` raises an error."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def inside(tree):
-    """Return `x` and `mask` of a mapping or object, or of the entry `y` of a list's first dict."""
+    """Return `x` and `mask` of a mapping or object; for a list, of entry "y" of its first dict."""
     if isinstance(tree, list):
         return inside(tree[0]["y"])
     if isinstance(tree, Record):

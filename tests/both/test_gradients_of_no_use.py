@@ -1,4 +1,4 @@
-"""Tests reports of why_zero for NaN gradients and for operations that select no entries."""
+"""Tests reports of why_zero for gradients that are NaN or are zero because of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests requirements on the kernel and the rule of a host function, and plain calls."""
+"""Tests memory layouts of arrays in host functions, and rules that are made of kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The bytes that a gradient graph reports as saved for backward equal the frameworks' own numbers.
 
-For PyTorch the numbers are the sizes of the distinct storages that `saved_tensors_hooks` receives.
-For JAX the numbers are the sizes of the distinct outputs of the compiled forward half of `jax.vjp`
-that are not inputs.
+For PyTorch, the numbers are the sizes of the distinct storages that `saved_tensors_hooks` receives.
+For JAX, the numbers are the sizes of the distinct outputs of the compiled forward half of
+`jax.vjp` that are not inputs.
 """
 
 import importlib

@@ -271,7 +271,7 @@ HOLDERS = {
 
 
 def layer_case(kind):
-    """Return the namespace of a layer's backend, the layer, and the reference by NumPy.
+    """Return the namespace of a layer's backend, the layer, and a reference in NumPy.
 
     The reference is the function `(x, shift) -> (squared errors, gradients)`, with one entry per
     row of x; a gradient is the derivative with respect to the weights and then the bias.
@@ -332,7 +332,7 @@ def test_a_module_that_is_not_differentiated_leaves_the_names(kind):
     of_row = lambda shift, module, x: ((module(x) - shift) ** 2).sum()
     ours = gt.per_example_grad(of_row, in_axes={"module": None, "x": 0})
     found = gt.to_numpy(ours(gt.asarray(shift), layer, gt.asarray(x)))
-    wanted = -reference(x, shift)[1][:, 3:]  # the derivative for the bias, negated
+    wanted = -reference(x, shift)[1][:, 3:]  # minus the derivative with respect to the bias
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -185,7 +185,7 @@ def test_what_is_not_linear_is_refused_in_words(gt):
 
 
 def test_a_kernel_that_mixes_entries_is_differentiated_twice_outside_of_vmap(gt):
-    """Outside of vmap, the backward pass calls the author's rule, not its batched version."""
+    """Outside of vmap, the backward pass calls the user's rule, not its batched version."""
     f = gt.host_function(lambda x: np.cumsum(x) ** 2)
     back = gt.host_function(lambda x, c: np.cumsum((2 * np.cumsum(x) * c)[::-1])[::-1])
     twice = gt.host_function(

@@ -110,7 +110,7 @@ def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(gt, name, given):
 
 
 def _gradient(gt, kernel, dtype):
-    """Return a gradient from a forward rule kernel(dx) whose declared transpose is the identity."""
+    """Return the gradient of a rule with the tangent kernel(dx), whose vjp is the identity."""
     host = gt.host_function(lambda x: kernel(x, dtype(BIG[dtype])).astype(dtype))
     host.defvjp(lambda x: (host(x), None), lambda _, ct: (ct,))
     rule = gt.custom_rule(lambda x: 2 * x)

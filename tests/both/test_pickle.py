@@ -73,7 +73,7 @@ def test_what_an_operator_returns_computes_the_same_after_it(gt, again, at, name
 
 
 class Adversarial(torch.nn.Module):
-    """A model that stores the gradient edit as an attribute."""
+    """A model that stores a gradient edit as an attribute."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """Comparisons of derivatives run in full float32 precision and restore the settings afterwards.
 
-On a CPU with bfloat16 support, oneDNN's bfloat16 products replace the TF32 products of a GPU.
+On a CPU with bfloat16 support, the tests use oneDNN's bfloat16 products in place of the TF32
+products of a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STATES = {
     "older: medium, no TF32 in cuDNN": "torch.set_float32_matmul_precision('medium'); "
     "torch.backends.cudnn.allow_tf32 = False",
     "newer: everything": "torch.backends.fp32_precision = 'tf32'",
-    "newer: matrices of CUDA": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "newer: convolutions of oneDNN": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
+    "newer: CUDA matrix products": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "newer: oneDNN convolutions": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
     "newer: no TF32 in recurrent layers": "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
 }
 

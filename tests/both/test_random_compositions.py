@@ -30,7 +30,7 @@ CLOSE = 1e-9
 
 
 def start(gt):
-    """Return the functions that compositions start from."""
+    """Return the functions to which compositions of operators are applied."""
     xp, w = gt.xp, gt.asarray(np.outer(SEED, SLOPE) + np.eye(3))
     return {
         "waves": lambda x: xp.sin(x) * xp.exp(-x * x / 4) + xp.sum(x * x) * x / (1 + xp.sum(x * x)),
@@ -39,7 +39,7 @@ def start(gt):
 
 
 def operators(gt):
-    """Return each operator as a map from a function of a vector to another such function."""
+    """Return each operator as a map between functions of a vector."""
     xp, rows = gt.xp, gt.asarray(ROWS)
     seed, t, ct, slope = (gt.asarray(v) for v in (SEED, TANGENT, COTANGENT, SLOPE))
     weigh = lambda f: lambda x: xp.sum(seed * f(x))
@@ -152,7 +152,7 @@ def computed(gt, of):
             return gt.to_numpy(jax.jit(jax.grad(loss))(x))
         x = x.requires_grad_()
         value = loss(x)
-        # a derivative of `replace` is a constant, which has no autograd graph
+        # a gradient that `replace` edits is a constant, which has no autograd graph
         if not value.requires_grad:
             return np.zeros(3)
         return gt.to_numpy(torch.autograd.grad(value, x)[0])

@@ -179,7 +179,7 @@ def test_what_bwd_returns_is_compared_with_the_arguments(gt, x, name):
         lambda x, ct: WRONG[name](gt, ct) if wrong[0] else (ct * x,),
     )
     run = lambda: gt.grad(lambda x: rule(x).sum())(x)
-    for _ in range(3):  # the wrong result must be reported after several correct calls, too
+    for _ in range(3):  # the wrong result must also be reported after several correct calls
         run()
     wrong[0] = True
     with pytest.raises(GradtoolsError, match="bwd"):

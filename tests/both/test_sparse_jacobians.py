@@ -1,4 +1,4 @@
-"""Sparse Jacobians and Hessians equal dense Jacobians and Hessians and need few products."""
+"""Sparse Jacobians and Hessians equal dense Jacobians and Hessians and require few products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mypy and pyright accept README, the tour, the examples and typed_programs.py.
+"""Tests README, the tour, the examples and typed_programs.py with mypy and pyright.
 
 In the examples, errors are ignored on lines without a call of gradtools, because the types of other
 libraries vary.

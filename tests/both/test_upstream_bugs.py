@@ -9,7 +9,7 @@ import pytest
 from tests.support import upstream_reports
 from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
 
-UNSEEN = {  # bugs that `checked` does not report: a complex silu, an error at a single point
+UNSEEN = {  # bugs that `checked` does not report: complex silu, and errors at single points
     ("sinc", "tangent of the gradient"),
     ("linalg.det", "gradient"),
     ("linalg.det", "tangent"),
@@ -21,7 +21,7 @@ UNSEEN = {  # bugs that `checked` does not report: a complex silu, an error at a
     ("row", "wrong"), SHOWN, ids=lambda x: x if isinstance(x, str) else x.operation
 )
 def test_plain_pytorch_is_wrong_and_checked_names_a_wrong_number(row, wrong):
-    """If plain PyTorch is right, upstream has fixed the bug: remove the row from the table."""
+    """If PyTorch's derivative is correct, upstream has fixed the bug: remove the row."""
     found = row_of(row, wrong)
     assert found.plain != RIGHT
     if (row.operation, wrong) not in UNSEEN:

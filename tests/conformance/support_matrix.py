@@ -26,7 +26,7 @@ class Refusal:
         transforms: Patterns that match the names of the transforms.
         ways: Patterns that match the names of the rules.
         backend: The backend that raises the error, or None if both backends raise it.
-        bug: Whether the error is a bug, so that the cell should work or raise another error.
+        bug: Whether the error is a bug: the cell should work or raise a different error.
     """
 
     reason: str

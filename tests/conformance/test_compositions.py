@@ -69,7 +69,7 @@ def test_in_pytorch_an_edit_in_a_frozen_function_is_differentiated_along_its_cot
 
 
 def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, backend_name):
-    """torch.func unwraps both arguments to the same tensor, which PyTorch cannot save."""
+    """torch.func unwraps both arguments of the edit to one tensor, which PyTorch cannot save."""
     x = array(gt, 3)
     f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2)
     if backend_name == "torch":
@@ -118,7 +118,7 @@ def test_a_second_derivative_inside_a_checkpoint_is_right(gt, mode):
 
 @pytest.mark.sweep_at("jax")
 def test_what_rows_share_is_clipped_once_and_their_own_is_clipped_each(gt):
-    """As under vmap, a value that does not depend on the row is computed and clipped once."""
+    """vmap clips the gradient of an unbatched value once; per_example_grad clips each gradient."""
     w, rows = array(gt, 2), array(gt, 3, 2)
     by_clip = lambda w: gt.clip_gradient(w, max_norm=1e-3)
     outside = gt.grad(lambda w: gt.xp.sum(gt.vmap(lambda x: by_clip(w) * x)(rows)))(w)

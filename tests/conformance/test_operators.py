@@ -55,7 +55,7 @@ class Case:
         self.ws = [self.draw(y, 3) for y in self.f(*self.xs)]
 
     def draw(self, like: Any, seed: int) -> Any:
-        """Return independent normal numbers of the shape and dtype of an array."""
+        """Return independent normal random numbers with the shape and dtype of an array."""
         rng = np.random.default_rng([seed, *like.shape])
         drawn = rng.standard_normal(tuple(like.shape))
         if self._waist.is_complex(like):
@@ -166,7 +166,7 @@ def _second(c: Case, p: Plain) -> Pairs:
 
 
 def _matrices(c: Case, p: Plain) -> Pairs:
-    """Compare the products J t and H t with the full matrices, for real arguments."""
+    """Yield the products J t and H t, computed from the full matrices, for real arguments."""
     if any("complex" in str(x.dtype) for x in c.xs) or c.program.name in UNMAPPED:
         return
     times = lambda row: sum(
@@ -180,7 +180,7 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 
 def _same(c: Case, p: Plain) -> Pairs:
-    """Compare the operators that change neither the values nor the derivatives of f."""
+    """Yield results of the operators that change neither the values nor the derivatives of f."""
     if c.backend == "jax" and c.program.name in UNMAPPED:
         return
     wraps = {
@@ -198,7 +198,7 @@ def _same(c: Case, p: Plain) -> Pairs:
 
 
 def _edits(c: Case, p: Plain) -> Pairs:
-    """Compare gradient edits of the arguments, which scale or replace the gradient."""
+    """Yield results of gradient edits of the arguments, which scale or replace the gradient."""
     gt, product = c.gt, p.product()
     edits: dict[str, tuple[Any, float]] = {
         "reverse": (lambda x: gt.reverse_gradient(x, SCALE), -SCALE),
@@ -218,7 +218,7 @@ def _edits(c: Case, p: Plain) -> Pairs:
 
 
 def _players(c: Case, p: Plain) -> Pairs:
-    """Compare the minimax gradients of L(x) s with respect to x and s, and a mixed partial."""
+    """Yield the minimax gradients of L(x) s with respect to x and s, and a mixed partial."""
     one, n = c.gt.asarray(np.asarray(1.5)), len(c.xs)
     game = c.gt.minimax_value_and_grad(lambda *a: c.loss(*a[:-1]) * a[-1], c.argnums, n)
     value, grads = game(*c.xs, one)
@@ -235,7 +235,7 @@ def _players(c: Case, p: Plain) -> Pairs:
 
 
 def _batches(c: Case, p: Plain) -> Pairs:
-    """Compare sums over the examples x and 0.9 x, in chunks, one by one, and with vmap."""
+    """Yield results for a batch of x and 0.9 x: in chunks, one by one, and with vmap."""
     if c.program.name in UNMAPPED:
         return
     gt, xp = c.gt, c.gt.xp

@@ -1,9 +1,9 @@
 """Tests the cells of the support matrix of custom rules, including cells that raise errors.
 
-The rules in PLAIN_WAYS run in all transforms, and all rules run in PLAIN_TRANSFORMS. One in three
-of these cells is a quick test, and the others are slow tests. If the transform compiles slowly, one
-in four cells is a slow test. One in sixteen of the other cells is a slow test. All remaining cells
-run only in the sweep (`pytest -m sweep`).
+The cells of the rules in PLAIN_WAYS and of the transforms in PLAIN_TRANSFORMS are plain. One in
+three plain cells is a quick test and the others are slow tests; if the transform compiles slowly,
+one in four is a slow test and none is quick. One in sixteen of all other cells is a slow test. All
+remaining cells run only in the sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
-# Set in the subprocess with several devices, which runs shard_map for the plain rules.
+# This variable is set in the subprocess that runs shard_map for the plain rules on four devices.
 DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
 # Words in the names of transforms that compile slowly; their cells are never quick tests.
 SLOW_WORDS = {

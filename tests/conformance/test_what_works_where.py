@@ -97,8 +97,8 @@ def programs(gt) -> dict[str, Program]:
             lambda x: np.round(x) + 2 * x**2,
             lambda x: 6 * x,
         ),
-        # The gradient 3 x^2 is clipped to 1, and the cotangent 6 x t of its derivative is clipped,
-        # too.
+        # The gradient 3 x^2 is clipped to 1, and the cotangent 6 x t of its derivative is also
+        # clipped.
         "clip_gradient": Program(
             edited(lambda x: gt.clip_gradient(x, max_value=1.0)),
             lambda x: np.minimum(3 * x**2, 1),
@@ -116,7 +116,7 @@ def programs(gt) -> dict[str, Program]:
 
 
 def result(gt, column: str, program: Program) -> tuple[object, np.ndarray]:
-    """Return the computed and the expected result of a program in the column of the table."""
+    """Return the computed and the expected result of a program for a column of the table."""
     x, t = gt.asarray(X), gt.asarray(T)
     if column == "eager":
         return program.function(x), program.value(X)

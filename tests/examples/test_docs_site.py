@@ -74,7 +74,7 @@ def test_the_figures_of_the_pages_are_those_of_the_results(monkeypatch):
 
 
 def hook(name: str, monkeypatch):
-    """Import a hook module as MkDocs does, by its path."""
+    """Import a hook module with its folder on `sys.path`, as MkDocs does."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     return importlib.import_module(name)
 

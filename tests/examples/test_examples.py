@@ -68,7 +68,7 @@ def test_an_example_keeps_its_claims(name, asked, run):
             wanted = masked(kept[backend])
             assert masked(parts[backend]) == wanted, f"python examples/keep.py {name}"
     if left_out:
-        pytest.skip("; ".join(left_out))  # for example, there is no C compiler
+        pytest.skip("; ".join(left_out))  # for example, because there is no C compiler
     if asked == "both":
         difference = re.match(r"  largest difference between the backends (\S+)\n", parts["both"])
         assert float(difference[1]) < (1e-9 if name in CLOSE else 1.0)

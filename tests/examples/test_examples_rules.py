@@ -123,7 +123,7 @@ REFUSED = {
 
 
 def derivative(column, transforms, f, x, one):
-    """Compute the derivative of one column by the framework's own transforms."""
+    """Compute the derivative for one column of the table with the framework's own transforms."""
     grad, jvp = transforms.grad, lambda f: lambda x: transforms.jvp(f, (x,), (one,))[1]
     first, second = {
         "reverse": (grad, None),

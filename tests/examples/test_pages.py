@@ -58,7 +58,7 @@ def test_every_block_of_python_is_found():
 
 
 def test_every_package_that_a_block_imports_is_in_an_extra():
-    """The continuous integration installs the extras, so every block runs there."""
+    """Continuous integration installs the extras, so every block runs there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     named = {**project["project"]["optional-dependencies"], **project["dependency-groups"]}
     extras = {

@@ -31,7 +31,7 @@ def fresh(run):
     )  # fmt: skip
 
 
-# The maximum numbers of calls of gradtools functions and of changes of file in each walk.
+# The maximum numbers of gradtools calls and of calls into another file in each call tree.
 AT_MOST = {
     "grad, torch": (31, 19),
     "grad, jax": (54, 30),
@@ -65,7 +65,7 @@ def test_every_room_that_the_page_names_is_there():
     assert len(named) > 60 and not missing
 
 
-# Imports that run only on demand and therefore may create an import cycle.
+# Imports that run only on demand and are therefore allowed to form an import cycle.
 BACK = {}
 
 
@@ -99,7 +99,7 @@ def test_no_room_is_in_a_circle_of_imports():
     TopologicalSorter({room: graph[room] - BACK.get(room, set()) for room in graph}).prepare()
 
 
-# The recorders of an operation-by-operation comparison, which first_divergence imports.
+# Modules that first_divergence imports when it is called, to record the operations of both models.
 ON_DEMAND = ("testing/diverging/torch_run.py", "testing/diverging/jax_run.py")
 
 

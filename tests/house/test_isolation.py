@@ -232,7 +232,7 @@ PROGRAMS = {
     ),
     "derivatives do not import gradtools.seeing": Program(MISSION + SEEING, "[]"),
     "derivatives of modules do not import gradtools.seeing": Program(OF_MODULES, "[]", ("torch",)),
-    "graphs without the extra": Program(
+    "graphs without the extra svg": Program(
         """
         import numpy as np
         import gradtools
@@ -248,7 +248,7 @@ PROGRAMS = {
         "True",
         without=("quickjs",),
     ),
-    "star imports and error messages of names": Program(
+    "star imports and the error for an unknown name": Program(
         """
         import importlib, pkgutil
         from gradtools.{backend} import *

@@ -2,8 +2,8 @@
 
 After warm-up calls, three series of calls run. The test fails if a count increases in all three
 series. Each call uses the operator twice: with a function created before the loop, as in training,
-and with a new function, for which caches have no entry. Cheap operators run two thousand calls;
-`benchmarks/leaks.py` runs ten thousand calls of every operator.
+and with a new function, for which caches have no entry. Cheap operators are called two thousand
+times; `benchmarks/leaks.py` calls every operator ten thousand times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list of mutants matches the package; `make mutants` runs the tests on all of them."""
+"""The list of mutants matches the package; `make mutants` runs the tests for every mutant."""
 
 from __future__ import annotations
 

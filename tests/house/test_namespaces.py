@@ -164,7 +164,7 @@ torch/captured_tensors.py: tensors that a recomputed function captures; JAX conv
 torch/recomputation.py: recomputed functions; in JAX `recomputing.py`
 torch/gradient_tensors.py: detached results and zeros; JAX arrays have no graph
 torch/function_modes.py: a choice of kernels by function modes; JAX has no fused kernels to replace
-torch/normalization.py: norms of elementary operations; JAX has no fused norms
+torch/normalization.py: normalization by elementary operations; JAX has no fused normalization
 torch/many_tangents.py: one pass for each tangent; JAX uses `vmap`
 torch/autograd_graph.py: a traversal of the autograd graph; JAX has a jaxpr
 torch/transformed_modules.py: modules that operators return; in JAX in `module_arguments`

@@ -1,4 +1,4 @@
-"""Tests the marks that select the quick tests, and the samples, which are covering arrays."""
+"""Tests the marks of quick tests, and the sampled test cases, which form covering arrays."""
 
 from __future__ import annotations
 

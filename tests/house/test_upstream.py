@@ -1,4 +1,4 @@
-"""Each backend accesses private names of its framework in its `_upstream` modules only."""
+"""Each backend accesses private names of its framework only in its `_upstream` modules."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ REFUSED = {
 )
 @pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
 def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
-    """An `_upstream` module must name each file whose source matches the pattern."""
+    """An `_upstream` module must name each file whose source matches a pattern in `REFUSED`."""
     told = {room.partition("/")[0]: (names.PACKAGE / room).read_text() for room in names.ROOMS}
     found = []
     for path in sorted({*names.PACKAGE.rglob("*.py")} - {names.PACKAGE / r for r in names.ROOMS}):

@@ -27,7 +27,7 @@ ADJOINTS = {
 
 
 def misfit(net, start, adjoint="recursive"):
-    """Return the squared distance of the end point of the path from 1."""
+    """Return the squared distance between the end point of the path and 1."""
     found = diffrax.diffeqsolve(
         diffrax.ODETerm(lambda t, y, net: equinox.combine(net, STATIC)(y)),
         diffrax.Heun(),

@@ -58,7 +58,7 @@ def encode(x):
 
 
 def by_backward(scale):
-    """Compute the gradient of score distillation by `backward` with an explicit gradient."""
+    """Compute the gradient of score distillation with `backward` and an explicit gradient."""
     scale = scale.clone().requires_grad_()
     latents = encode(PICTURE * scale)
     latents.backward(gradient=guided(latents))

@@ -1,4 +1,4 @@
-"""Tests a neural differential equation in torchdiffeq by direct and adjoint differentiation."""
+"""Tests a neural differential equation in torchdiffeq with direct and adjoint differentiation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_its_derivatives_in_every_mode_agree():
 
 
 def test_a_second_derivative_through_the_adjoint_is_named_by_checked():
-    """The adjoint's backward calls the solver without recording it for autograd."""
+    """The backward pass of the adjoint method runs the solver without recording it for autograd."""
     field = Field().requires_grad_(False)
     f = lambda y: misfit(torchdiffeq.odeint_adjoint, field, y).sum()
     with checked(), pytest.raises(DerivativeError, match="OdeintAdjointMethod"):

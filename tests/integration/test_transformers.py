@@ -117,7 +117,7 @@ def _columns():
 
 
 def test_one_gradient_for_each_example_of_a_padded_batch():
-    """vmap does not support Transformers' check whether all mask entries are ones."""
+    """vmap does not support the check in transformers whether all mask entries are ones."""
     model = bert().eval()
     apply, params, state = gt.make_functional(model)
 

@@ -1,8 +1,8 @@
 """Defines losses of JAX modules without lost gradients, and losses with planted bugs.
 
-A healthy program calls why_zero with its own model, parameters or optimizer. A program with a
-planted bug is a loss of `PARAMS`, the expected kind of finding, and a flag that is True if the
-whole gradient is lost.
+A healthy program calls why_zero with its own model, parameters or optimizer. An entry for a planted
+bug contains a loss of `PARAMS`, the expected kind of finding, and a flag that is True if the whole
+gradient is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Defines programs that test recomputation in JAX under difficult conditions.
+"""Defines programs that test recomputation in JAX with callbacks, random keys and modules.
 
 Each program is called with an operator, such as `chunked`, and with its reference in `PLAIN`, and
-returns a pytree of arrays: values, gradients and the final state of the host. The two results must
-agree, or the operator must raise an error.
+returns a pytree: values, gradients and the final state, such as the calls of a callback. The two
+results must agree, or the operator must raise an error.
 """
 
 from __future__ import annotations

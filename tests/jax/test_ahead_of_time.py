@@ -69,7 +69,7 @@ def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(t
     # gradients of parameters are accumulated in float32
     sums = 4 * ahead.LAYERS * ahead.FEATURES**2
     for count, found in costs.items():
-        # the bytes of outputs, cotangents, and a float32 batch, which a TPU rounds to bfloat16
+        # the bytes of outputs, cotangents, and, on a TPU, a bfloat16 copy of a float32 batch
         outputs = 3 * count * rows
         alone, ours = found["one chunk alone"], found["chunked"]
         if target.platform == TPU:
@@ -85,7 +85,7 @@ def test_a_mixed_partial_needs_the_same_at_any_depth(target):
     costs = [ahead.depth(target, n) for n in ahead.DEPTHS]
     weights = [
         n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize for n in ahead.DEPTHS
-    ]  # the compiler may keep a second copy with another dtype or layout
+    ]  # the compiler may store a second copy of the weights with another dtype or layout
     ours = [c["mixed_partial"].temporaries - 2 * w for c, w in zip(costs, weights, strict=True)]
     assert max(ours) <= max(0, 1.1 * ours[0])
     plain = [c["double backward"] for c in costs]

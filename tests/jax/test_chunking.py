@@ -132,7 +132,7 @@ def test_a_list_of_equal_examples_is_scanned(interleaved):
 
 
 def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
-    """The chunks contain 2, 2, 2 and 1 examples; only the second and third have equal names."""
+    """The chunks contain 2, 2, 2 and 1 examples; the second and third have equal lists of names."""
     names, x = ["a", "bb", "bb", "bb", "a", "bb", "bb"], jnp.arange(7.0)
     f = lambda names, x: jnp.sin(x) * jnp.asarray([float(len(name)) for name in names])
     run = gt.chunked(f, 2, interleaved=True)
@@ -357,7 +357,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, argnums):
     run = gt.chunked(wide, 64, in_axes=(None, 0), interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
-    assert many - few <= 3 * outputs  # outputs, cotangents, one concatenated array
+    assert many - few <= 3 * outputs  # outputs, cotangents and one concatenated array
     # The memory of the plain function increases with the number of chunks.
     assert temporary(wide, 32) - temporary(wide, 4) > 10 * outputs
 
@@ -389,7 +389,7 @@ def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     inside = lambda f: gt.chunked(gt.checkpoint(f), 8)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
-    # a loop with jax.checkpoint of each chunk saves as many arrays
+    # in reverse over reverse mode, a loop with jax.checkpoint of each chunk saves as many arrays
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20
 
 

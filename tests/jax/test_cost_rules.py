@@ -300,7 +300,7 @@ def relaxed(x):
 
 
 def relaxed_jvp(primals, tangents):
-    """Compute the tangent by a scan with a fixed number of linear iterations."""
+    """Compute the tangent with a scan of a fixed number of linear iterations."""
     (x,), (dx,) = primals, tangents
     y = jnp.exp(x)
 

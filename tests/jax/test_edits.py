@@ -1,4 +1,4 @@
-"""Tests gradient edits for JAX only: untaken branches, second derivatives and scales."""
+"""Tests gradient edits in JAX: branches that do not run, second derivatives and scales."""
 
 from __future__ import annotations
 

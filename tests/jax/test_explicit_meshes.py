@@ -1,4 +1,4 @@
-"""Tests batches sharded over meshes of Explicit and Auto axes, on eight simulated CPU devices.
+"""Tests batches sharded over meshes with Explicit and Auto axes, on eight simulated CPU devices.
 
 All programs run in one subprocess and are compared with the same programs on one device.
 """

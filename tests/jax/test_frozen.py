@@ -1,4 +1,4 @@
-"""Tests frozen functions in JAX: traces, closed-over parameters, missing forward mode."""
+"""Tests frozen functions in JAX: traces, closed-over parameters and missing forward mode."""
 
 from __future__ import annotations
 

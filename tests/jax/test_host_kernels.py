@@ -1,4 +1,4 @@
-"""Tests host kernels for JAX only: nested JAX calls, 64-bit dtypes and shard_map."""
+"""Tests host kernels in JAX: nested JAX calls, 64-bit dtypes and shard_map."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INSIDE = {
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 @pytest.mark.parametrize("which", INSIDE)
 def test_a_kernel_that_calls_jax_is_refused(which, how):
-    # compile the call first, because cached calls on the C++ fast path must raise as well
+    # compile the call first, because cached calls on the C++ fast path must also raise the error
     INSIDE[which]()
 
     def kernel(x):

@@ -272,7 +272,7 @@ def warmup():
     return optax.linear_schedule(0.0, 0.1, 10)
 
 
-# Each entry returns an optimizer; the value is the kind of finding for a and for b.
+# Each value contains a function that returns an optimizer, and the findings for a and for b.
 OPTIMIZERS = {
     "all labels frozen": (lambda: by_label("freeze", "freeze"), "not_optimized", "not_optimized"),
     "all labels frozen, adam": (

@@ -1,4 +1,4 @@
-"""On any machine, every program in `every_operator.py` lowers for TPU and CUDA.
+"""On any machine, JAX lowers every program in `every_operator.py` for TPU and CUDA.
 
 `make tpu` and `make cuda` also compile the lowered programs; see test_ahead_of_time.py.
 """

@@ -1,4 +1,4 @@
-"""Recomputed values equal the values of the first run in all of `replay_programs.py`."""
+"""Recomputed values equal the values of the first run in all programs."""
 
 from __future__ import annotations
 

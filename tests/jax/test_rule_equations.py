@@ -55,7 +55,7 @@ both = pytest.mark.parametrize("given", [by_jvp, by_vjp])
 
 
 def part(f, used, args=(X, Y)):
-    """Return f with only the used outputs, after JAX's dead code elimination."""
+    """Return f without its unused outputs as a jaxpr and as a function (dead code elimination)."""
     jaxpr, _ = pe.dce_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, used)
     return jaxpr, lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)
 

@@ -44,7 +44,7 @@ def reached(jaxpr):
 
 
 def connected(f, *args):
-    """Return for each input whether an output depends on the input by a path without a cut."""
+    """Return for each input whether an output depends on the input through a path without a cut."""
     rows = dependence_matrix(graph_of(jaxpr_of(f, *args)))
     return [max(column) > Dependence.CUT for column in zip(*rows, strict=True)]
 

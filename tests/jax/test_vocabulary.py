@@ -36,7 +36,7 @@ def positive(*shape):
 
 
 def checked(f, *args, order=1, tolerance=1e-8):
-    """Return the formula of f after a comparison with JAX's own derivatives."""
+    """Return the formula of f, and assert that it agrees with JAX's own derivatives."""
     moving = [
         any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(arg)) for arg in args
     ]

@@ -427,7 +427,7 @@ def test_an_accumulator_adds_the_gradients_of_an_nnx_module_with_shared_state():
 @pytest.mark.parametrize("recomputed", [gt.checkpoint, gt.frozen])
 @pytest.mark.parametrize("form", ["twice", "keywords"])
 def test_modules_in_several_arguments_are_updated_as_by_a_plain_call(form, recomputed):
-    """The module is an argument twice, or keyword arguments are not in alphabetical order."""
+    """A module is passed twice, or keyword arguments are not in alphabetical order."""
     norm = lambda n: nnx.BatchNorm(n, rngs=nnx.Rngs(0), param_dtype=F64, dtype=F64)
     ours, plain = [(norm(3), norm(6)) for _ in range(2)]
     if form == "twice":

@@ -51,7 +51,7 @@ def zeros_buffer(gt, values):
 
 
 def held(gt, leaf):
-    """Return the accumulated gradient of a leaf as a NumPy array, or None."""
+    """Return the accumulated gradient of a leaf as a NumPy array, or None if `.grad` is None."""
     if is_torch(gt):
         return None if leaf.grad is None else gt.to_numpy(leaf.grad)
     return np.asarray(leaf)
@@ -129,7 +129,7 @@ def partitions():
     for steps in (1, 3):
         part = rng.integers(0, 4 * steps, size=60)
         part[part // steps == 2] += steps  # Rank 2 gets no examples.
-        part[part == 0] = 4 * steps - 1  # The first step of rank 0 is empty, too.
+        part[part == 0] = 4 * steps - 1  # The first step of rank 0 also gets no examples.
         yield x, tokens * (part == np.arange(4 * steps)[:, None]).reshape(4, steps, 60)
 
 
@@ -343,7 +343,7 @@ def test_targets_are_pytrees(gt, tree):
 
 
 class Entries:
-    """A pytree with the methods of a mapping, which iterates over examples, as a TensorDict does.
+    """A pytree with the methods of a mapping that iterates over examples, like a TensorDict.
 
     The class is not a subclass of `collections.abc.Mapping`.
     """

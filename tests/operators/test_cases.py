@@ -73,7 +73,7 @@ def test_u1_one_evaluation_gives_both_players_gradients(gt, backend_name):
 
 @pytest.fixture
 def players(rng):
-    """Return x of shape (10, 1) and three linear layers with sizes 1 to 2, 2 to 3 and 2 to 3."""
+    """Return x of shape (10, 1) and linear layers with weights of shapes (1, 2), (2, 3), (2, 3)."""
     x = rng.uniform(size=(10, 1))
     layer = lambda i, o: {"w": rng.normal(size=(i, o)), "b": rng.normal(size=o)}
     return x, layer(1, 2), layer(2, 3), layer(2, 3)
@@ -87,7 +87,7 @@ def minimax_cost(A, B, C, x):
 
 
 def minimax_by_hand(A, B, C, x):
-    """Return the gradients of the cost with the gradient of C negated."""
+    """Return the gradients of the cost; the gradient with respect to C is negated."""
     h = x @ A["w"] + A["b"]
     slope = lambda y: (x + 1) * np.abs(y) ** x * np.sign(y)
     to_b, to_c = slope(h @ B["w"] + B["b"]), -slope(h @ C["w"] + C["b"])
@@ -262,7 +262,7 @@ def residual(gt, slope_by, c, t):
 
 
 def columns(n):
-    """Return the matrix of r = 2 t + columns @ c, which is linear in c."""
+    """Return the matrix `columns` of the residual r = 2 t + columns @ c, which is linear in c."""
     return np.stack([(k + 1) * T**k + 2 * T ** (k + 2) for k in range(n)], axis=1)
 
 
@@ -280,7 +280,7 @@ def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rn
 @pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_the_solution_is_found(gt, slope_by):
-    """The residual is linear in c, so one Gauss-Newton step is exact for a polynomial."""
+    """The residual is linear in c, so one Gauss-Newton step finds the least-squares solution."""
     c, t = gt.asarray(np.zeros(10)), gt.asarray(T)
     J = gt.to_numpy(gt.jacobian(lambda c: residual(gt, slope_by, c, t))(c))
     np.testing.assert_allclose(J, columns(10), rtol=RTOL, atol=RTOL)
@@ -420,7 +420,7 @@ def test_u11_token_counts_weight_unequal_chunks(gt, rng):
 
 @pytest.fixture
 def two_layers(rng):
-    """Return x, w, a, dL/dh of L = mean_i sum_j a_j h_ij^2, and the vjp of h = tanh(x w) to w."""
+    """Return x, w, a, dL/dh of L = mean_i sum_j a_j h_ij^2, and the pullback of w -> tanh(x w)."""
     x, w, a = rng.normal(size=(5, 2)), rng.normal(size=(2, 3)), rng.normal(size=3)
     h = np.tanh(x @ w)
     at_h = 2 * a * h / len(x)

@@ -1,4 +1,4 @@
-"""`chunked` concatenates the outputs of chunks only if the rows of an output are examples."""
+"""`chunked` concatenates outputs of chunks only if the rows of an output belong to examples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NO_ROWS = {
 @pytest.mark.parametrize("name", NO_ROWS)
 def test_what_is_no_row_of_examples_is_refused_by_name(gt, name):
     if name == "a string that differs" and gt.__name__.endswith("jax"):
-        pytest.skip("under tracing, f cannot compute the value of an array")
+        pytest.skip("under tracing, f cannot read the value of an array")
     f, words = NO_ROWS[name]
     with pytest.raises(GradtoolsError, match=f"^chunked: .*{words}"):
         gt.chunked(lambda x: f(gt, x), 5)(gt.asarray(X))

@@ -111,7 +111,7 @@ def test_carries_go_from_chunk_to_chunk_once(gt):
     out, count = gt.chunked(f, 2, carry_argnums=1)(x, one)
     assert gt.to_numpy(out).tolist() == [1, 2, 12, 16, 55] and float(count) == 16
     g = gt.grad(lambda x: (gt.chunked(f, 2, carry_argnums=1)(x, one)[0] * x).sum())(x)
-    # the gradient is 2 x times the count, which is a constant
+    # the gradient is 2 x count, because no gradient propagates through the carry
     assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]
 
 
@@ -179,7 +179,7 @@ def test_the_fields_of_a_batch_are_not_taken_for_examples(gt):
     for call in (lambda: rows([x, y]), lambda: step(x[0, 1], [x, y])):
         with pytest.raises(GradtoolsError, match=r"a batch \[x, y\] of a DataLoader.*tuple"):
             call()
-    examples = [x, x[:, :1], x]  # arrays of other widths, as images are
+    examples = [x, x[:, :1], x]  # arrays of different widths, such as images
     count = gt.chunked(lambda xs: gt.xp.stack([x.sum() for x in xs]), 2)
     assert gt.to_numpy(count(examples)).tolist() == [28, 12, 28]
     with pytest.raises(IndexError) as caught:

@@ -13,7 +13,7 @@ from gradtools.testing import check_derivatives
 from tests.support.numpy_trees import close, leaves, lift, lower, slope, tree_map
 from tests.support.scenario_table import forms, program_of, smooth_programs
 
-# error of a sixth-order finite difference if the function varies on a scale of one
+# tolerance for sixth-order finite differences of functions that vary on a scale of one
 DIFFERENCE = 1e-9
 EXACT = 1e-12
 PROGRAMS = [program.name for program in smooth_programs()]

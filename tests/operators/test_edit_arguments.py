@@ -81,7 +81,7 @@ Z = np.array([3.0 + 4.0j, 0.1])
 
 
 def clipped(gt, bound):
-    """Return the gradient of sum |x|^2, clipped, as a function of x and the bound."""
+    """Return the clipped gradient of sum |x|^2 as a function of x and the bound."""
     square = lambda x: (gt.xp.abs(x) ** 2).sum()
     loss = lambda x, s: square(gt.clip_gradient(x, **{bound: s}))
     return gt.grad(loss)

@@ -400,7 +400,7 @@ def clip_jacobian(c, bound):
 @pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
-    """The second pullback is the pullback of c -> c / |c| at 2x and of x -> 2x, clipped again."""
+    """At second order, pull back through c -> c / |c| at 2x and x -> 2x, and clip the result."""
     x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
     product = 2 * clip_jacobian(2 * x, 1.0) @ v
     product *= min(1, 1 / np.linalg.norm(product))
@@ -534,7 +534,7 @@ def test_f_is_called_once_and_sees_arguments_without_a_derivative(gt, backend_na
 
 # --- inside and outside of the frameworks' own transforms ----------------------------------------
 
-# The gradient of sum(edit(x)^3) by the name of the edit.
+# Maps the name of an edit to the gradient of sum(edit(x)^3).
 CASES = {
     "reverse": lambda x: -0.5 * 3 * x**2,
     "scale": lambda x: 3.0 * 3 * x**2,

@@ -90,7 +90,7 @@ def floating(gt, z):
 
 @pytest.fixture(params=CASES)
 def case(request, gt, rng):
-    """Return G, the floating-point leaves of z, and functions that rebuild z and read outputs."""
+    """Return G, the floating-point leaves of z, and functions that rebuild z and pick an output."""
     make, at, read = CASES[request.param]
     G = make(gt, rng)
     z, whole = floating(gt, at(gt, rng))
@@ -142,7 +142,7 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
     ("complex", "jax"),
 )
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
-    """The derivative of J u with respect to z must be right, where J is the Jacobian of G at z."""
+    """Differentiate the square of d/dy |df/dz|^2 with respect to z."""
     G, z, whole, read = case
 
     def third(G):
@@ -196,7 +196,7 @@ def in_chunks(gt, G, zs):
 
 
 def pushed(gt, G, zs):
-    """Return df/dz by forward mode along unit vectors."""
+    """Return df/dz at all zs as a function of y, computed in forward mode along unit vectors."""
 
     def one(y, z):
         f = lambda z: (gt.xp.tanh(y * G(z)) * y).sum()

@@ -153,7 +153,7 @@ def product_root(gt, a, b):
 
 CLOSURES = {
     "gradients": lambda gt, f, a, b: gt.grad(f, (0, 1))(a, b),
-    "a captured array with another use": lambda gt, f, a, b: gt.grad(lambda b: f(a, b) + b)(b),
+    "a captured array used twice": lambda gt, f, a, b: gt.grad(lambda b: f(a, b) + b)(b),
     "tangents": lambda gt, f, a, b: gt.jvp(f, (a, b), (a, b))[1],
     "the tangent of a captured array": lambda gt, f, a, b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1],
     "hessian": lambda gt, f, a, b: gt.hessian(f, (0, 1))(a, b),

@@ -29,7 +29,7 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
     said = str(raised.value)
     assert said.startswith(f"{name}: there is no argument {keyword}=. Instead, ")
     assert HINTS[name, keyword, value] in said
-    # Python raises a TypeError for an unknown keyword, too
+    # Python also raises a TypeError for an unknown keyword
     assert isinstance(raised.value, TypeError)
 
 
@@ -95,7 +95,7 @@ def test_operators_without_a_result_to_decorate_name_only_their_signature(gt):
 
 
 def test_keywords_of_f_itself_are_not_looked_at(gt):
-    """f itself may have a parameter with the name of such a keyword, for example holomorphic."""
+    """f may have a parameter with the name of another library's keyword, such as holomorphic."""
     f = lambda x, holomorphic, policy=1: holomorphic * policy * x**2
     x = gt.asarray(np.float32(3.0))
     assert float(gt.grad(f)(x, holomorphic=2.0)) == 12

@@ -1,4 +1,4 @@
-"""Gradient reversal layers return the input and multiply its gradient by -scale."""
+"""Gradient reversal layers return their input and multiply its gradient by -scale."""
 
 import numpy as np
 import pytest

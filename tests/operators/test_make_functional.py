@@ -138,7 +138,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
 
 
 class Selfish(nn.Module):
-    """A module whose attributes refer to the module by bound method, list, partial and vmap."""
+    """A module whose attributes refer back to it through a method, a list, a partial and vmap."""
 
     def __init__(self):
         super().__init__()

@@ -252,7 +252,7 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
 
 
-# Errors of calls with other arguments than apply takes, and calls that must not be refused
+# Calls of `apply` with wrong arguments and their errors, and valid calls that raise no error
 
 
 def small_dense():

@@ -1,4 +1,4 @@
-"""Operators that return a function refuse f's arguments in place of their options at once."""
+"""Operators that return a function raise an error if they get f's arguments as options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def f(w, x):
     return (w * x).sum()
 
 
-# PLACES contains the option that the data takes, and the call.
+# PLACES contains the option to which the array is passed by mistake, and the call.
 PLACES = {
     "vmap": ("in_axes", lambda gt, x: gt.vmap(f, x)),
     "vmap of two arguments": ("in_axes", lambda gt, x: gt.vmap(f, (x, x))),

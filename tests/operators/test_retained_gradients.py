@@ -51,7 +51,7 @@ def penalty(gt, f, x):
 
 
 def programs(gt, backend_name):
-    """Return programs that compute the function of `steps` with other control flow."""
+    """Return programs that apply the same layers as `steps` with other control flow."""
     one, shared = lambda w, x: layer(gt, w, x), (None, 0)
 
     def repeated(step):

@@ -1,4 +1,4 @@
-"""Tests static arguments of rules: functions that close over arrays, and positions in fwd."""
+"""Tests static arguments of rules, which come first in fwd and may close over arrays."""
 
 from __future__ import annotations
 

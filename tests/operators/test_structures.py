@@ -1,4 +1,4 @@
-"""Tests pytrees with keys in another order, and dataclasses as arguments of rules."""
+"""Tests dicts whose keys are in a different order, and dataclasses as arguments of rules."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def draw(gt, *shape):
 
 @STORIES.add(source="jax-ml/jax#6668")
 def the_gradient_at_each_layers_output(gt):
-    """`retained_gradients` returns the gradients at all hidden states of a chain of layers."""
+    """`retained_gradients` returns the gradients with respect to the outputs of all layers."""
     ws, x = [draw(gt, 3, 3) + k for k in range(3)], draw(gt, 3)
     parts = [lambda h, w=w: gt.xp.tanh(h @ w / 3) for w in ws]
 

@@ -152,7 +152,7 @@ def forward_mode_under_vmap_of_a_reverse_rule():
 
 @STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
-    """A traced array leaks a tracer in `nondiff_argnums`, but not as an ordinary argument."""
+    """A traced array leaks a tracer if it is in `nondiff_argnums`, but not as a plain argument."""
     f = gt.custom_rule(lambda s, p: s * p)
     f.defvjp(lambda s, p: (s * p, s), lambda s, c: (None, s * c))
     g = jax.jit(lambda s, p: f(s, p))

@@ -1,4 +1,4 @@
-"""Test a project that ports a model to linen, nnx and equinox and tests the ports with the plugin.
+"""Tests a project that ports a model to linen, nnx and equinox and tests the ports with the plugin.
 
 Each port has five optional bugs. The project's tests expect that the correct port passes
 `cross_check` and that `first_divergence` names the line of each bug.

@@ -1,4 +1,4 @@
-"""Compares PyTorch programs with common correct and wrong ports to JAX."""
+"""Tests that `cross_check` accepts correct ports of PyTorch programs to JAX."""
 
 from __future__ import annotations
 

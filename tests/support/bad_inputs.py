@@ -261,26 +261,38 @@ def other_gather(gt: Any) -> dict[str, Any]:
 
 BAD: dict[str, Call] = {
     # --- dtypes of differentiated arguments
-    "grad of an integer array": lambda gt, a: gt.grad(total(gt))(a(N)),
-    "grad of an array of objects": lambda gt, a: gt.grad(lambda x: x)(np.array([None, 1.0])),
-    "value_and_grad of an integer leaf, nested": lambda gt, a: gt.value_and_grad(
+    "grad with respect to an integer array": lambda gt, a: gt.grad(total(gt))(a(N)),
+    "grad with respect to an array of objects": lambda gt, a: gt.grad(lambda x: x)(
+        np.array([None, 1.0])
+    ),
+    "value_and_grad with respect to a nested integer leaf": lambda gt, a: gt.value_and_grad(
         lambda y, p: y, argnums=(0, 1)
     )(a(S), {"k": [a(S), a(N)]}),
-    "jvp, a tangent of integers": lambda gt, a: gt.jvp(lambda x: x, (a(N),), (a(N),)),
-    "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
+    "jvp, an integer primal and tangent": lambda gt, a: gt.jvp(lambda x: x, (a(N),), (a(N),)),
+    "jacobian with respect to a complex array": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
     # --- return values of f
-    "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
+    "grad of a function that returns a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
     "jacobian of a function that returns nothing": lambda gt, a: gt.jacobian(lambda x: None)(a(V)),
-    "jacobian of an index": lambda gt, a: gt.jacobian(lambda x: gt.xp.argmax(x))(a(V)),
+    "jacobian of a function that returns an index": lambda gt, a: gt.jacobian(
+        lambda x: gt.xp.argmax(x)
+    )(a(V)),
     "hessian of a function that returns nothing": lambda gt, a: gt.hessian(lambda x: None)(a(V)),
-    "hvp of an index": lambda gt, a: gt.hvp(lambda x: gt.xp.argmax(x), (a(V),), (a(V),)),
+    "hvp of a function that returns an index": lambda gt, a: gt.hvp(
+        lambda x: gt.xp.argmax(x), (a(V),), (a(V),)
+    ),
     "grad of a Jacobian": lambda gt, a: gt.grad(gt.jacobian(lambda x: x * x))(a(V)),
     "hessian of a gradient": lambda gt, a: gt.hessian(gt.grad(total(gt)))(a(V)),
-    "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
-    "grad of an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(a(V)),
+    "grad of a function that returns a complex number": lambda gt, a: gt.grad(
+        lambda z: gt.xp.sum(z)
+    )(a(Z)),
+    "grad of a function that returns an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(
+        a(V)
+    ),
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
-    "grad of a Python number": lambda gt, a: gt.grad(lambda x: 2.0)(a(V)),
-    "grad of a pair": lambda gt, a: gt.grad(lambda x: (gt.xp.sum(x), x))(a(V)),
+    "grad of a function that returns a Python number": lambda gt, a: gt.grad(lambda x: 2.0)(a(V)),
+    "grad of a function that returns a pair": lambda gt, a: gt.grad(lambda x: (gt.xp.sum(x), x))(
+        a(V)
+    ),
     "grad, has_aux with aux first": lambda gt, a: gt.grad(
         lambda x: (x, gt.xp.sum(x)), has_aux=True
     )(a(V)),
@@ -288,15 +300,21 @@ BAD: dict[str, Call] = {
     "vjp, has_aux with three results": lambda gt, a: gt.vjp(
         lambda x: (x, x, x), a(V), has_aux=True
     ),
-    "vjp of a loss and a string": lambda gt, a: gt.vjp(lambda x: (x.sum(), "log"), a(V)),
+    "vjp of a function that returns a loss and a string": lambda gt, a: gt.vjp(
+        lambda x: (x.sum(), "log"), a(V)
+    ),
     "grad of a function that writes into its argument": lambda gt, a: gt.grad(
         lambda w: (w.mul_(2) ** 2).sum()
     )(a(V)),
     "grad of a function that writes into a view of its argument": lambda gt, a: gt.grad(
         lambda w: w.unbind()[0].mul_(2)
     )(a(V)),
-    "linearize of an object": lambda gt, a: gt.linearize(lambda x: [object()], a(V)),
-    "implicit_solution of a number": lambda gt, a: gt.implicit_solution(3.0, lambda a: a),
+    "linearize of a function that returns an object": lambda gt, a: gt.linearize(
+        lambda x: [object()], a(V)
+    ),
+    "implicit_solution, a number in place of F": lambda gt, a: gt.implicit_solution(
+        3.0, lambda a: a
+    ),
     "implicit_solution with an unknown solver": lambda gt, a: gt.implicit_solution(
         lambda z, a: z - a, lambda a: a, "lu"
     ),
@@ -348,12 +366,14 @@ BAD: dict[str, Call] = {
         )(t)[0]
     )(a(V)),
     "retain_gradient, an integer as name": lambda gt, a: gt.retain_gradient(a(V), 3),
-    "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
+    "retained_gradients of a function that returns a vector": lambda gt, a: gt.retained_gradients(
+        lambda x: x
+    )(a(V)),
     "retain_gradient, swapped arguments": lambda gt, a: gt.retain_gradient("h", a(V)),
     "retain_gradient of a number": lambda gt, a: gt.retained_gradients(
         lambda x: gt.retain_gradient(3, "n") * x
     )(a(S)),
-    "grad of an object": lambda gt, a: gt.grad(lambda p: 1.0)(Class()),
+    "grad with respect to an object": lambda gt, a: gt.grad(lambda p: 1.0)(Class()),
     "two cotangents for one output": lambda gt, a: gt.vjp(lambda x: (x, x), a(V))[1](a(V), a(V)),
     # --- disconnected
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
@@ -367,7 +387,9 @@ BAD: dict[str, Call] = {
     "argnums is empty": lambda gt, a: gt.grad(total(gt), argnums=())(a(V)),
     "argnums is a name": lambda gt, a: gt.grad(total(gt), argnums="x")(a(V)),
     "argnums is None": lambda gt, a: gt.hessian(total(gt), argnums=None)(a(V)),
-    "grad of a keyword argument only": lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
+    "grad of a function without positional arguments": lambda gt, a: gt.grad(lambda *, x: x)(
+        x=a(S)
+    ),
     "minimax, an argument of both players": lambda gt, a: gt.minimax_value_and_grad(
         lambda x, y: x, (0, 1), 1
     )(a(S), a(S)),
@@ -376,23 +398,23 @@ BAD: dict[str, Call] = {
     "an unknown mode of jacobian": lambda gt, a: gt.jacobian(total(gt), mode="backward"),
     "chunk_size zero": lambda gt, a: gt.jacobian(total(gt), chunk_size=0),
     # --- arguments that must be functions
-    "grad of a number": lambda gt, a: gt.grad(3.0),
-    "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
-    "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
+    "grad, a number in place of f": lambda gt, a: gt.grad(3.0),
+    "grad, an array in place of f": lambda gt, a: gt.grad(a(S)),
+    "why_zero, an array in place of f": lambda gt, a: gt.why_zero(a(S), a(S)),
     "checkpoint, an unknown value of verify": lambda gt, a: gt.checkpoint(
         total(gt), verify="always"
     ),
-    "frozen, the arguments beside G": lambda gt, a: gt.frozen(total(gt), a(V)),
+    "frozen, an argument of G as an option": lambda gt, a: gt.frozen(total(gt), a(V)),
     "chunked, chunk_size first": lambda gt, a: gt.chunked(2, total(gt)),
     "microbatched, chunk_size first": lambda gt, a: gt.microbatched_value_and_grad(2, total(gt)),
     "chunked, a random key that is split": lambda gt, a: gt.chunked(lambda x, key: x, 2)(
         a(ROWS), a(np.array([0, 1], np.uint32))
     ),
-    "checkpoint, the arguments beside f": lambda gt, a: gt.checkpoint(total(gt), a(V)),
+    "checkpoint, an argument of f as an option": lambda gt, a: gt.checkpoint(total(gt), a(V)),
     "an array in place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
-    "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
-    "chunked, an array as chunk size": lambda gt, a: gt.chunked(total(gt), a(V)),
-    "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
+    "compile, a number in place of f": lambda gt, a: gt.compile(3.0)(a(V)),
+    "chunked, an array as chunk_size": lambda gt, a: gt.chunked(total(gt), a(V)),
+    "chunked, a number in place of f": lambda gt, a: gt.chunked(3.0, 2),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
     "transform_gradient, fn first": lambda gt, a: gt.transform_gradient(lambda c: c, a(V)),
     "transform_gradient, a number in place of a function": lambda gt, a: gt.transform_gradient(
@@ -409,14 +431,16 @@ BAD: dict[str, Call] = {
     "a tangent of another shape": lambda gt, a: gt.jvp(
         lambda p: p["w"], ({"w": a(V)},), ({"w": a(S)},)
     ),
-    "an integer tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(N),)),
-    "a complex tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(Z),)),
-    "a string as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
+    "an integer tangent of a floating-point primal": lambda gt, a: gt.jvp(
+        total(gt), (a(V),), (a(N),)
+    ),
+    "a complex tangent of a real primal": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(Z),)),
+    "a string as the tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
     "a cotangent of another structure": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1](
         {"z": a(V)}
     ),
     "a cotangent of another shape": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"y": a(S)}),
-    "None as cotangent": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](None),
+    "None as the cotangent": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](None),
     "a direction of another shape": lambda gt, a: gt.mixed_partial(
         lambda y, g: y * g, lambda z: gt.xp.sum(z), a(S), a(V), a(S)
     ),
@@ -430,7 +454,7 @@ BAD: dict[str, Call] = {
     "an axis that the array lacks": lambda gt, a: gt.per_example_grad(
         lambda w, x: w * x, in_axes=(None, 1)
     )(a(S), a(V)),
-    "a Python number as batch": lambda gt, a: gt.per_example_grad(
+    "a Python number as the batch": lambda gt, a: gt.per_example_grad(
         lambda w, p: w * p["x"], in_axes=(None, {"x": 0})
     )(a(S), {"x": 2.0}),
     "in_axes with another structure": lambda gt, a: gt.per_example_grad(
@@ -446,7 +470,7 @@ BAD: dict[str, Call] = {
     "chunked over a list of another length": lambda gt, a: gt.chunked(lambda x, y: y, 1)(
         [1, 2], a(ROWS)
     ),
-    "chunked, an argument that is key and carry": lambda gt, a: gt.chunked(
+    "chunked, an argument that is both key and carry": lambda gt, a: gt.chunked(
         lambda x, k: x, 1, key_argnums=1, carry_argnums=1
     )(a(V), a(S)),
     "chunked, a key that is a float": lambda gt, a: gt.chunked(lambda x, k: x, 1, key_argnums=1)(
@@ -489,17 +513,17 @@ BAD: dict[str, Call] = {
     "microbatched_value_and_grad, an unknown reduction": lambda gt, a: (
         gt.microbatched_value_and_grad(total(gt), 1, reduction="max")
     ),
-    "microbatched_value_and_grad, weights of a sum": lambda gt, a: gt.microbatched_value_and_grad(
-        total(gt), 1, reduction="sum", weights=a(V)
+    "microbatched_value_and_grad, weights with reduction sum": lambda gt, a: (
+        gt.microbatched_value_and_grad(total(gt), 1, reduction="sum", weights=a(V))
     ),
     "microbatched_value_and_grad, weights of another length": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: gt.xp.mean(w * x), 1, weights=a(np.ones(3)))(
             a(S), a(V)
         )
     ),
-    "microbatched_value_and_grad of only the batch": lambda gt, a: gt.microbatched_value_and_grad(
-        gt.xp.sum, 1
-    )(a(V)),
+    "microbatched_value_and_grad of a function of only the batch": lambda gt, a: (
+        gt.microbatched_value_and_grad(gt.xp.sum, 1)(a(V))
+    ),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
     ),
@@ -515,23 +539,23 @@ BAD: dict[str, Call] = {
     "clip_gradient, the bound first": lambda gt, a: gt.clip_gradient(1.0, a(V)),
     "clip_gradient without a bound": lambda gt, a: gt.clip_gradient(a(V)),
     "clip_gradient with a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
-    "clip_gradient by a negative NumPy number": lambda gt, a: gt.clip_gradient(
+    "clip_gradient with a negative NumPy number": lambda gt, a: gt.clip_gradient(
         a(V), max_norm=np.float32(-1)
     ),
-    "clip_gradient by a negative NumPy array": lambda gt, a: gt.clip_gradient(
+    "clip_gradient with a negative NumPy array": lambda gt, a: gt.clip_gradient(
         a(V), max_value=np.array(-1.0)
     ),
-    "clip_gradient by a negative array": lambda gt, a: gt.clip_gradient(
+    "clip_gradient with a negative array as max_norm": lambda gt, a: gt.clip_gradient(
         a(V), max_norm=a(np.array(-1.0))
     ),
-    "clip_gradient by a negative value in an array": lambda gt, a: gt.clip_gradient(
+    "clip_gradient with a negative array as max_value": lambda gt, a: gt.clip_gradient(
         a(V), max_value=a(np.array(-1.0))
     ),
-    "clip_gradient by a string": lambda gt, a: gt.clip_gradient(a(V), max_norm="one"),
-    "replace_gradient of another structure": lambda gt, a: gt.replace_gradient(
+    "clip_gradient with a string as max_norm": lambda gt, a: gt.clip_gradient(a(V), max_norm="one"),
+    "replace_gradient, a gradient of another structure": lambda gt, a: gt.replace_gradient(
         {"x": a(V)}, {"y": a(V)}
     ),
-    "replace_gradient of another shape": lambda gt, a: gt.replace_gradient(
+    "replace_gradient, a gradient of another shape": lambda gt, a: gt.replace_gradient(
         {"x": a(V)}, {"x": a(S)}
     ),
     "transform_gradient, a result of another shape": lambda gt, a: gt.grad(
@@ -544,11 +568,11 @@ BAD: dict[str, Call] = {
         lambda x: None
     )(a(V)),
     "straight_through, an integer output": lambda gt, a: gt.straight_through(gt.xp.argmax)(a(V)),
-    "frozen of a number": lambda gt, a: gt.frozen(3.0),
-    "straight_through of two arguments": lambda gt, a: gt.straight_through(lambda x, y: x)(
-        a(V), a(V)
-    ),
-    "transform_gradient, a string as result": lambda gt, a: gt.grad(
+    "frozen, a number in place of G": lambda gt, a: gt.frozen(3.0),
+    "straight_through of a function of two arguments": lambda gt, a: gt.straight_through(
+        lambda x, y: x
+    )(a(V), a(V)),
+    "transform_gradient, a string as the result": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: "done"))
     )(a(V)),
     "jvp through clip_gradient": lambda gt, a: pushed(gt, clipped(gt))(a(V)),
@@ -602,7 +626,7 @@ BAD: dict[str, Call] = {
         lambda x: x.astype(np.float32)
     )(a(V)),
     "a kernel that returns a string": lambda gt, a: gt.host_function(lambda x: "done")(a(V)),
-    "a kernel that raises": lambda gt, a: gt.host_function(
+    "a kernel that raises an error": lambda gt, a: gt.host_function(
         lambda x: np.linalg.inv(np.zeros((2, 2)))
     )(a(V)),
     "a kernel that writes to its argument": lambda gt, a: gt.host_function(
@@ -623,26 +647,26 @@ BAD: dict[str, Call] = {
     "split_key into 0 keys": lambda gt, a: gt.split_key(gt.random_key(0), 0),
     # --- accumulation
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
-    "a sum of no gradients": lambda gt, a: gt.GradientAccumulator().sum(),
+    "a sum without gradients": lambda gt, a: gt.GradientAccumulator().sum(),
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
     "accumulating an object": lambda gt, a: gt.GradientAccumulator().add(object()),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
     "accumulating another structure": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
-    "accumulate_gradients with another name": lambda gt, a: gt.accumulate_gradients(
+    "accumulate_gradients with a gradient of another name": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"b": a(V)}
     ),
-    "accumulate_gradients of another shape": lambda gt, a: gt.accumulate_gradients(
+    "accumulate_gradients with a gradient of another shape": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"w": a(S)}
     ),
-    "accumulate_gradients of another dtype": lambda gt, a: gt.accumulate_gradients(
+    "accumulate_gradients with a gradient of another dtype": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"w": a(F32)}
     ),
     "assign_gradients of another structure": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, a(V)
     ),
-    "assign_gradients of another length": lambda gt, a: gt.assign_gradients(
+    "assign_gradients with a list of another length": lambda gt, a: gt.assign_gradients(
         [target(gt, a), target(gt, a)], [a(V)]
     ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
@@ -665,14 +689,14 @@ BAD: dict[str, Call] = {
     "cross_check of a linen module without its variables": lambda gt, a: cross_checked(
         torch=lambda x: x, jax=linen(), args=(V,)
     ),
-    "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
+    "cross_check of integers, one program detaches the output": lambda gt, a: cross_checked(
         torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
     ),
     "check_rule of a rule of the other framework": lambda gt, a: check_rule(
         ruled(gt, lambda x: x), (V,), {"torch": "jax", "jax": "torch"}[gt.__name__[10:]]
     ),
-    "checked of a name": lambda gt, a: checked("torch"),
-    "checked of a function": lambda gt, a: checked(total(gt)),
+    "checked, a name in place of the seed": lambda gt, a: checked("torch"),
+    "checked, a function in place of the seed": lambda gt, a: checked(total(gt)),
     # --- why_zero, graphs and formulas
     "why_zero of a function that raises an error": lambda gt, a: gt.why_zero(raising, a(V)),
     "why_zero of a function that returns None": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
@@ -689,15 +713,17 @@ BAD: dict[str, Call] = {
     "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
     "grad of an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(iter([a(V)])),
     "grad of a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
-    "grad of a module without a loss": lambda gt, a: gt.grad(layer(gt))(a(F32)),
-    "grad of a module class": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
-    "grad of a module of the other framework": lambda gt, a: gt.grad(lambda m: 0.0)(
+    "grad, a module in place of a loss": lambda gt, a: gt.grad(layer(gt))(a(F32)),
+    "grad with respect to a module class": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
+    "grad with respect to a module of the other framework": lambda gt, a: gt.grad(lambda m: 0.0)(
         other_layer(gt)
     ),
-    "vjp of a module of the other framework": lambda gt, a: gt.vjp(lambda m: 0.0, other_layer(gt)),
-    "grad of a dictionary of losses": lambda gt, a: gt.grad(lambda x: {"loss": (x * x).sum()})(
-        a(V)
+    "vjp with respect to a module of the other framework": lambda gt, a: gt.vjp(
+        lambda m: 0.0, other_layer(gt)
     ),
+    "grad of a function that returns a dictionary of losses": lambda gt, a: gt.grad(
+        lambda x: {"loss": (x * x).sum()}
+    )(a(V)),
     "grad of a loss of shape (1,)": lambda gt, a: gt.grad(lambda x: x[:1])(a(V)),
     "value_and_grad, aux before the loss": lambda gt, a: gt.value_and_grad(
         lambda x: ({"n": 1}, (x * x).sum()), has_aux=True
@@ -709,16 +735,16 @@ BAD: dict[str, Call] = {
     "allow_unused as in PyTorch": lambda gt, a: gt.grad(total(gt), allow_unused=True)(a(V)),
     "create_graph as in PyTorch": lambda gt, a: gt.grad(total(gt), create_graph=True)(a(V)),
     "grad with a mode of jacobian": lambda gt, a: gt.grad(total(gt), mode="reverse")(a(V)),
-    "jacobian with jacfwd as mode": lambda gt, a: gt.jacobian(lambda x: x, mode="jacfwd")(a(V)),
+    "jacobian with jacfwd as the mode": lambda gt, a: gt.jacobian(lambda x: x, mode="jacfwd")(a(V)),
     "hvp without tuples": lambda gt, a: gt.hvp(total(gt), a(V), a(V)),
     "a pullback without a cotangent": lambda gt, a: gt.vjp(total(gt), a(V))[1](),
     "a cotangent of another dtype": lambda gt, a: gt.vjp(lambda x: 2 * x, a(V))[1](a(F32)),
-    "a number as tangent of a vector": lambda gt, a: gt.jvp(total(gt), (a(V),), (1.0,)),
-    "a pushforward of a tuple": lambda gt, a: gt.linearize(total(gt), a(V))[1]((a(V),)),
+    "a number as the tangent of a vector": lambda gt, a: gt.jvp(total(gt), (a(V),), (1.0,)),
+    "a pushforward called with a tuple": lambda gt, a: gt.linearize(total(gt), a(V))[1]((a(V),)),
     "sparsity of another shape": lambda gt, a: gt.jacobian(
         lambda x: x, sparsity=np.ones((3, 2), bool)
     )(a(V)),
-    "sparsity of two arguments": lambda gt, a: gt.jacobian(
+    "sparsity with two differentiated arguments": lambda gt, a: gt.jacobian(
         lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
     )(a(V), a(V)),
     "sparsity is True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
@@ -737,10 +763,10 @@ BAD: dict[str, Call] = {
     "in_axes with a name that f lacks": lambda gt, a: gt.per_example_grad(
         mean, in_axes={"data": 0}
     )(a(V), a(ROWS)),
-    "a microbatch with a loss for each example": lambda gt, a: gt.microbatched_value_and_grad(
-        lambda w, x: x @ w, 2
-    )(a(V), a(ROWS)),
-    "a microbatch with a string as aux": lambda gt, a: gt.microbatched_value_and_grad(
+    "microbatched_value_and_grad of a function that returns a vector": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: x @ w, 2)(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad, a string as aux": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x: (mean(w, x), "text"), 2, has_aux=True
     )(a(V), a(ROWS)),
     "minimax, the players given by name": lambda gt, a: gt.minimax_value_and_grad(
@@ -755,7 +781,7 @@ BAD: dict[str, Call] = {
     "a fixed-point map in place of an equation": lambda gt, a: gt.implicit_solution(
         lambda z, t: t * gt.xp.cos(z), lambda t: 0 * t + 0.739
     )(a(S)),
-    "clip_gradient, a tuple as bound": lambda gt, a: gt.clip_gradient(a(V), max_value=(-1, 1)),
+    "clip_gradient, a tuple as the bound": lambda gt, a: gt.clip_gradient(a(V), max_value=(-1, 1)),
     "reverse_gradient with a negative NumPy number": lambda gt, a: gt.reverse_gradient(
         a(V), np.float32(-1)
     ),
@@ -805,13 +831,13 @@ BAD: dict[str, Call] = {
     "formula.agrees_with two derivations": lambda gt, a: gt.formula(total(gt), a(V)).agrees_with(
         total(gt), total(gt)
     ),
-    "cross_check of models with other shapes": lambda gt, a: other_shapes(),
+    "cross_check of models with different output shapes": lambda gt, a: other_shapes(),
     "to_torch of a linen module without variables": lambda gt, a: to_torch(linen()),
     "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
     "GradientAccumulator.add, the weight first": lambda gt, a: gt.GradientAccumulator().add(
         2, {"w": a(V)}
     ),
-    "GradientAccumulator.add, an array as weight": lambda gt, a: gt.GradientAccumulator().add(
+    "GradientAccumulator.add, an array as the weight": lambda gt, a: gt.GradientAccumulator().add(
         a(V), weight=a(V)
     ),
     "GradientAccumulator.mean over an axis that is not mapped": lambda gt, a: averaged(gt, a),
@@ -821,9 +847,9 @@ BAD: dict[str, Call] = {
     )(a(V)),
     "to_numpy of a dictionary": lambda gt, a: gt.to_numpy({"w": a(V)}),
     "split_key of several keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
-    "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
+    "formula, a value in place of f": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
     "gradient_graph without arguments": lambda gt, a: gt.gradient_graph(total(gt)),
-    "why_zero of a gradient": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
+    "why_zero, a gradient in place of f": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
     "why_zero, a misspelt option": lambda gt, a: gt.why_zero(total(gt), a(V), optimiser=3),
     "why_zero, the optimizer as an argument": lambda gt, a: gt.why_zero(
         layer(gt), SimpleNamespace(param_groups=[])
@@ -838,8 +864,8 @@ BAD: dict[str, Call] = {
 
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
-    "a kernel that raises": "LinAlgError: the error of a kernel is not wrapped",
-    "a kernel that writes to its argument": "ValueError: NumPy raises it for a read-only argument",
+    "a kernel that raises an error": "LinAlgError: the error of a kernel is not wrapped",
+    "a kernel that writes to its argument": "ValueError: raised by NumPy for a read-only argument",
 }
 
 

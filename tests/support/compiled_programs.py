@@ -30,7 +30,7 @@ def compiled_programs_kept(
 
 @contextmanager
 def programs_kept(folder: str) -> Iterator[None]:
-    """Enable JAX's persistent compilation cache in a folder unless another one is enabled.
+    """Enable JAX's persistent compilation cache in a folder, unless a cache is already enabled.
 
     Programs that are traced again for each test, such as loops, are often equal to earlier
     programs. JAX does not cache programs that call back into Python.

@@ -1,4 +1,4 @@
-"""Lists public names without a case in the cost tables, and finds other names without a case."""
+"""Lists the public names that need no case in the cost tables, and finds names that lack one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 # Public names whose costs are tested in other files or are negligible.
 ELSEWHERE = {
-    *("vmap", "compile"),  # Aliases of the framework's own functions.
+    *("vmap", "compile"),  # Wrappers of the framework's own functions.
     "all_gather",  # Needs several processes or devices.
     # These operators have no handwritten equivalent.
     *("implicit_solution", "retain_gradient", "retained_gradients"),
@@ -24,5 +24,5 @@ ELSEWHERE = {
 
 
 def without_case(gt: Any, cases: Any) -> set[str]:
-    """Return the operators outside of ELSEWHERE without a case named `name` or `name, mode`."""
+    """Return the public names that are not in ELSEWHERE and have no case `name` or `name, mode`."""
     return set(gt.__all__) - {name.partition(",")[0] for name in cases} - ELSEWHERE

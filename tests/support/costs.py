@@ -54,7 +54,7 @@ def _packed(f: Callable[..., Any], *args: Any) -> int:
     import torch
 
     args = tuple(x.detach().clone().requires_grad_() for x in args)
-    made, saved = set[int](), weakref.WeakSet[Any]()  # without saves of graphs that are freed
+    made, saved = set[int](), weakref.WeakSet[Any]()  # excludes tensors saved by freed graphs
 
     class Made(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Evaluate a graph in PyTorch, using only its operations, edges and constants.
+"""Evaluates a graph in PyTorch, using only its operations, edges and constants.
 
 The table below implements each operation independently of the recorders, so a graph with a wrong
 edge evaluates to a wrong result. The table also evaluates graphs of JAX programs.
@@ -35,7 +35,7 @@ def _slice(node: Node, x: Tensor) -> Tensor:
 
 
 def _broadcast(node: Node, x: Tensor) -> Tensor:
-    """Expand x so that its axis k becomes axis `axes[k]`, by default one of the last axes."""
+    """Expand x to `shape`; axis k of x becomes axis `axes[k]`, by default one of the last axes."""
     shape = node.attributes["shape"]
     axes = node.attributes.get("axes", range(len(shape) - x.ndim, len(shape)))
     return x.reshape([shape[k] if k in axes else 1 for k in range(len(shape))]).expand(shape)

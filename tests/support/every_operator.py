@@ -1,10 +1,10 @@
 """Defines small calls of every public operator, for tests of all operators.
 
-A `Use` applies an operator to a function that calls `w.part` several times. `part` is an
+A `Use` applies an operator to a function that calls `World.part` several times. `part` is an
 elementwise function of an array of four numbers; a test may replace `part` with a function that
-counts, raises or returns another value. The result is a pytree of arrays. If `rows` is set, entry i
-of the result depends only on entry i of the argument, so that tests can compute the expected value
-of one entry separately.
+counts, raises or returns another value. The result is a pytree of arrays or plain values. If `rows`
+is set, entry i of the result depends only on entry i of the argument, so that tests can compute the
+expected value of one entry separately.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def slope(gt: Any, x: Any) -> Any:
 
 
 def _rule(w: World, where: str) -> Any:
-    """Return a program with a custom rule that calls `w.part` in f, fwd, bwd or forward rule."""
+    """Return a program with a custom rule that calls `w.part` in f, fwd, bwd or the jvp rule."""
     plain = healthy(w.gt)
     f = w.gt.custom_rule(w.part if where == "value" else plain)
     here = w.part if where in ("fwd", "jvp") else plain
@@ -383,7 +383,7 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]
 
 
-# Public names that do not run under jit: analysis tools, and functions without array results.
+# Public names that do not run under jit: analysis tools, conversions, and values without arrays.
 NOT_JITTED = {
     *("why_zero", "formula", "asarray", "to_numpy"),
     *("gradient_graph", "ArraySpec", "is_recomputing"),

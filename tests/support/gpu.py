@@ -66,7 +66,7 @@ def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
             result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*result)  # a draw after the gradient checks that the random states are equal
+        _exactly(*result)  # equal draws after the gradient imply equal random states
 
     return run
 
@@ -187,7 +187,7 @@ _ROWS, _SECONDS = 5, 60
 
 
 def _two_processes(device: torch.device) -> None:
-    """Train one step in two processes, with nccl on GPUs or gloo on CPUs."""
+    """Compare `checkpoint` with a plain model in two processes: nccl on GPUs, gloo on CPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Absent("needs two GPUs")
     with TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def _two_processes(device: torch.device) -> None:
 
 
 def _rank(rank: int, kind: str, where: str) -> None:
-    """Run one of the two processes of the training step."""
+    """Run one of the two processes."""
     from datetime import timedelta
 
     device = torch.device(kind, rank if kind == "cuda" else 0)
@@ -240,7 +240,7 @@ _EDITS: dict[str, Edit] = {
 
 
 def _bridged(device: torch.device) -> None:
-    """The bridge shares memory in stream order, or raises an error if JAX lacks the device."""
+    """The bridge shares memory and respects streams, or raises an error if JAX lacks the device."""
     try:
         import jax
         import jax.numpy as jnp
@@ -268,7 +268,7 @@ def _bridged(device: torch.device) -> None:
     assert result[-1] == x.data_ptr(), "a tensor was copied"
     a = jax.device_put(jnp.arange(8.0), there[device.index or 0])
     twice = bridge.to_jax(noted)
-    assert twice(a).devices() == a.devices()  # the first call copies a, to detect writes
+    assert twice(a).devices() == a.devices()  # the first call copies `a` to detect writes
     twice(a)
     assert result[-1] == a.unsafe_buffer_pointer(), "an array was copied"
     assert float(jax.grad(lambda a: (twice(a) * a).sum())(a)[3]) == 12.0

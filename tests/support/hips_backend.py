@@ -136,7 +136,7 @@ class HipsBackend(Backend):
 
 
 def _listed(xs: Any) -> list[Any]:
-    """Convert a sequence to a list by indices, because autograd cannot iterate traced sequences."""
+    """Convert a sequence to a list by indexing; autograd cannot iterate over traced sequences."""
     return [xs[i] for i in range(len(xs))]
 
 

@@ -151,7 +151,7 @@ def memory_operators():
 
 
 def a_recomputation_restores_the_statistics_and_seeds_of_layers():
-    if BACKEND != "torch":  # with JAX, layers that draw or train are called in make_functional
+    if BACKEND != "torch":  # with JAX, stateful layers are called only through make_functional
         return
     import torch
 

@@ -1,4 +1,4 @@
-"""Count the bytes of live storages that operations create, with a dispatch mode."""
+"""Counts the bytes of live storages that operations create, with a dispatch mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # torch.tensor(...) calls lift_fresh with a new tensor. Its storage must be counted.
+        # torch.tensor(...) calls lift_fresh with a new tensor, whose storage must be counted.
         fresh = func is torch.ops.aten.lift_fresh.default
         before = () if fresh else tree_leaves((args, kwargs))
         given = {_key(x) for x in before if _is_plain(x)}

@@ -111,10 +111,10 @@ NATIVE = {"torch": TorchNative(), "jax": JaxNative()}
 
 
 def second_order(gt: Any, mix: str, f: Any, x: Any, v: Any, w: Any) -> Any:
-    """Return w^T H v of a scalar f by one of the four mixes of forward (f) and reverse (r) mode.
+    """Return w^T H v for a scalar f, in a mix of forward and reverse mode such as "fr".
 
-    The first letter of the mix is the mode of the outer derivative. The arguments may have any
-    shape.
+    The first letter of the mix is the mode of the outer derivative: f is forward, r is reverse.
+    The arguments may have any shape.
     """
 
     def along_v(x: Any) -> Any:

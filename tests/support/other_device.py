@@ -1,6 +1,6 @@
 """Simulates a PyTorch device other than the CPU, and runs every operator on it.
 
-`native/other_device.cpp` implements the device. The device becomes `torch.accelerator` of its
+`native/other_device.cpp` implements the device. The device becomes the `torch.accelerator` of its
 process, so the sweep runs as a program in a separate process:
 
     python -m tests.support.other_device        # prints a report of each use as JSON
@@ -75,7 +75,7 @@ SEED = 3
 
 
 def found(use: Use) -> dict[str, Any]:
-    """Run a `Use` twice on the device and return a report of its behavior."""
+    """Run a `Use` on the device several times and return a report of its behavior."""
     torch.manual_seed(SEED)
     expected = leaves(gt, use.run(World(gt, healthy(gt), gt.asarray(POINT))))
     x = gt.asarray(POINT).to(NAME)

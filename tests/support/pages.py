@@ -1,6 +1,6 @@
 """Finds the Python code blocks of README.md and docs/, and runs them.
 
-Each block runs as a separate program. A block that imports gradtools by the line in `EITHER` runs
+Each block runs as a separate program. A block that imports gradtools with the line in `EITHER` runs
 once for each backend. The title of a block, which the page shows above the code, may define how the
 block ends::
 
@@ -64,7 +64,7 @@ OTHER_PACKAGES = {
 
 @dataclass(frozen=True)
 class Block:
-    """A Python code block with its position and the expected end of its execution."""
+    """A Python code block with its position and the expected outcome of its execution."""
 
     page: Path
     line: int
@@ -133,7 +133,7 @@ class Block:
     def _run(self) -> None:
         # leading empty lines make the line numbers in tracebacks equal those of the page
         source = "\n" * self.line + self.code
-        module = ModuleType("page")  # registered below, because torch.compile looks the module up
+        module = ModuleType("page")  # registered below, because torch.compile looks up the module
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:

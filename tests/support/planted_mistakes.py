@@ -1,7 +1,7 @@
 """Plants bugs in ports one at a time, with the expected reports of the comparison tools.
 
 A mistake replaces a text in one side of a port in `ports.py`. `cause` is a part of the cause's text
-in the report of `cross_check`, or UNKNOWN if it reports no cause. `lines` are the source lines in
+in the report of `cross_check`, or UNKNOWN if no cause is found. `lines` are the source lines in
 PyTorch and JAX that `first_divergence` names; the default is the changed line and its counterpart.
 """
 

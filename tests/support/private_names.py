@@ -1,9 +1,9 @@
-"""Find the private names of PyTorch and JAX that the package uses, by reading its source.
+"""Finds the private names of PyTorch and JAX that the package uses, by reading its source.
 
 A private name begins with one underscore. It is the name of a module (`torch._C`), an import from
 such a module, an attribute (`x._version`), or a string that names an attribute. Operators
 (`torch.ops.aten._softmax`) do not count, because the dispatcher's public tables list them. Names of
-the standard library and of gradtools do not count as private names, either.
+the standard library and of gradtools also do not count as private names.
 
 The module also finds patches of the frameworks' classes.
 """
@@ -137,7 +137,7 @@ def _is_theirs(name: str) -> bool:
 
 @cache
 def _ours() -> set[str]:
-    """Return the private names that the package defines."""
+    """Return the names that the package defines."""
     found = set()
     for tree in _trees().values():
         for node in ast.walk(tree):
@@ -162,7 +162,7 @@ _OF_MODULES = frozenset(
     + ("_apply", "_load_from_state_dict", "_save_to_state_dict", "_call_impl")
     + ("_compiled_call_impl", "_origin_msg")
 )
-_TOLD = _OF_TENSORS | _OF_MODULES  # names that count as private names of a framework on any object
+_TOLD = _OF_TENSORS | _OF_MODULES  # counted even if gradtools also defines the name
 
 
 # --- patches -----------------------------------------------------------------------------

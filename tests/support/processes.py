@@ -1,4 +1,4 @@
-"""Run the same test cases in several PyTorch processes and collect the results.
+"""Runs the same test cases in several PyTorch processes and collects the results.
 
 The processes are forked from one server that has imported PyTorch, so the import, which takes
 seconds, happens once for all test modules of a worker.
@@ -49,8 +49,8 @@ def found_in_processes(
     """Return the results of `case(rank, world, name)` for each name in each of `world` processes.
 
     If a case raises an error, its result is the traceback. Processes that hang are terminated, and
-    their remaining results are missing. With `last`, a process stops after a case that raises,
-    because the other processes wait for it.
+    their remaining results are missing. With `last`, a process stops after a case that raises an
+    error, because the other processes wait for it.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multiprocessing.set_forkserver_preload(list(_IMPORTED))

@@ -1,4 +1,4 @@
-"""Random mutation tests of the files that the core operators import.
+"""Runs random mutation tests of the files that the core operators import.
 
     python -m tests.support.random_mutants --count 300 --seed 1           # survivors are listed
     python -m tests.support.random_mutants --count 20 --own edits chunks  # files by parts of names

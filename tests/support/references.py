@@ -1,4 +1,4 @@
-"""Resolve the names in backticks in docstrings and comments of the package.
+"""Resolves the names in backticks in docstrings and comments of the package.
 
 A name is known if it is a module or identifier of the package or the tests. A dotted name is known
 if it can be imported. A dotted name is also known if all of its parts are known, unless the name

@@ -94,15 +94,13 @@ def forms() -> Iterator[Scenario]:
     tree = {"e": np.zeros((2, 0)), "x": _draw(2)}
     yield Scenario("an empty and a nonempty leaf", empty, (tree,), "pytree")
     pair = [np.asarray(_draw()), _draw(2)]
-    yield Scenario(
-        "a number without axes in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree"
-    )
+    yield Scenario("a scalar array in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree")
     yield Scenario("real and complex leaves", _mixed, (both,), "pytree", "complex128")
 
 
 @lru_cache
 def smooth_programs() -> tuple[Scenario, ...]:
-    """Return the smooth 64-bit scenarios whose values are neither large nor tiny."""
+    """Return the smooth scenarios in double precision whose values are neither large nor tiny."""
     special = {"kink", "large", "tiny", "cancels"}
     wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
     every = (*wide, *forms())
@@ -133,7 +131,7 @@ def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
 
 
 def scenarios() -> Iterator[Scenario]:
-    """Yield the scenarios that the project's own tests run."""
+    """Yield the scenarios of all groups except `forms`."""
     yield from _elementwise()
     yield from _of_shapes()
     yield from _rearranged()

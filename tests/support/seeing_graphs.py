@@ -1,7 +1,7 @@
 """Defines graphs of different shapes by hand, for tests that draw graphs.
 
-`Builder` builds a graph by one method call for each operation. Each graph is built by a function
-without arguments; `SHAPES` maps names to these functions.
+`Builder` builds a graph with one method call for each operation. Each graph is built by a function
+that is called without arguments; `SHAPES` maps names to these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 
 
 class Builder:
-    """Builds a graph by one method call for each operation."""
+    """Builds a graph with one method call for each operation."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []

@@ -1,4 +1,4 @@
-"""Report the size of the code base: lines, imported files and long functions.
+"""Reports the size of the code base: lines, imported files and long functions.
 
     python -m tests.support.sizes            # this tree
     python -m tests.support.sizes REVISION   # compares the tree with a revision
@@ -111,7 +111,7 @@ def _closure(root: Path) -> list[Path]:
 
 
 def _long_functions(root: Path, path: Path) -> Iterator[str]:
-    """Yield the functions whose code without docstring is longer than `_LONG_FUNCTION` lines."""
+    """Yield the functions that exceed `_LONG_FUNCTION` lines, not counting the docstring."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]

@@ -1,9 +1,9 @@
 """Takes snapshots of global state that a call could leave changed.
 
-`quick()` runs around every test and takes a few microseconds; `everything()` runs around every
-planted fault. Both return a dict of plain values with readable names, and `changes` lists the
-differences. `bits` describes an array: memory, version, `.grad` and attached objects. The functions
-read the state of Python, NumPy, the frameworks and gradtools.
+`quick()` runs before and after every test and takes a few microseconds; `everything()` runs before
+and after every planted fault. Both return a dict of plain values with readable names, and `changes`
+lists the differences. `bits` describes an array: memory, version, `.grad` and attached objects. The
+functions read the state of Python, NumPy, the frameworks and gradtools.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Any) -> Any:
-    """Describe the memory, the layout and the attached objects of an array by plain values."""
+    """Describe the memory, the layout and the attached objects of an array with plain values."""
     if isinstance(x, np.ndarray):
         return (x.dtype.str, x.shape, x.strides, x.flags.writeable, x.tobytes())
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):

@@ -38,10 +38,10 @@ _LOOP = 0.020  # seconds that `_calibration` takes on the machine for which limi
 
 
 def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
-    """Return the marks of case `number` of a large table, of which one in `every` cases runs.
+    """Return the marks of case `number` in a table, where one in `every` cases is not a sweep test.
 
-    If `number` is the sum of a row index and a column index, each row and each column has cases
-    that run. The other cases run only in the sweep.
+    If `number` is the sum of a row index and a column index, every row and every column has cases
+    that are not sweep tests.
     """
     return [] if number % every == 0 else [pytest.mark.sweep]
 
@@ -90,7 +90,7 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     """Select `count` rows greedily by their numbers of new pairs of values; return the indices.
 
     If several rows have equally many new pairs, rows that are far apart are preferred. The order is
-    deterministic, and a longer list begins with a shorter one.
+    deterministic, and the first k indices do not depend on `count`.
     """
     pairs = [
         {*combinations(enumerate(row), 2), *((cell,) for cell in enumerate(row))} for row in rows

@@ -1,4 +1,4 @@
-"""Make torchvision's Python code importable with any build of PyTorch.
+"""Makes torchvision's Python code importable with any build of PyTorch.
 
 PyPI's torchvision is compiled for PyTorch with CUDA. Its compiled library cannot be loaded without
 CUDA, and `import torchvision` requires two operators that this library declares. If the library

@@ -87,7 +87,7 @@ assert_type(gt.straight_through(torch.round)(x), torch.Tensor)
 gt.frozen(loss)(x)  # wrong
 gt.checkpoint(loss)(x, x, 3)  # wrong
 
-# Calls of names in the namespaces of the backends.
+# Names in the namespaces of the backends; a name that does not exist is an error.
 gt.xp.exp(x)
 gj.xp.linalg.norm(z)
 gt.gradd(loss)  # wrong

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GRADIENT = "gradient"
-GRADIENT_AGAIN = "derivative of the gradient"  # Derivatives by reverse over reverse mode.
-THIRD = "third derivative"  # Derivatives by reverse mode, applied three times.
+GRADIENT_AGAIN = "derivative of the gradient"  # computed in reverse over reverse mode
+THIRD = "third derivative"  # computed by three applications of reverse mode
 MAPPED = "derivative of the gradient under vmap"
 OF_STRIDED = "gradient of strided parameters"
-TANGENT = "tangent"  # Derivatives by forward mode.
-# Derivatives by reverse or forward mode over forward mode.
+TANGENT = "tangent"  # computed in forward mode
+# computed in reverse or forward mode over forward mode
 TANGENT_AGAIN = "derivative of the tangent"
-TANGENT_OF_GRADIENT = "tangent of the gradient"  # Derivatives by forward over reverse mode.
+TANGENT_OF_GRADIENT = "tangent of the gradient"  # computed in forward over reverse mode
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure PyTorch's wrong derivatives, and whether `gradtools.testing.checked` reports them.
+"""Measures PyTorch's wrong derivatives, and whether `gradtools.testing.checked` reports them.
 
     python -m tests.support.upstream_bugs_page    # writes docs/upstream-bugs.md
 
@@ -73,7 +73,7 @@ def _slope(f, x, t):
 
 
 def _along(f, t):
-    """Return the derivative of f along t as a function of x, by reverse mode."""
+    """Return the derivative of f along t as a function of x, computed in reverse mode."""
 
     def slope(x):
         x = x.detach().requires_grad_()
@@ -83,7 +83,7 @@ def _along(f, t):
 
 
 def _along_twice(f, t):
-    """Return the second derivative of f along t by reverse mode applied twice."""
+    """Return the second derivative of f along t, computed by reverse mode applied twice."""
     return lambda x: (_along(lambda x: (_gradient(f, x) * t).sum(), t))(x)
 
 

@@ -1,11 +1,11 @@
-"""Run the tests with other versions: ``python -m tests.support.versions [NAME ...]``.
+"""Runs the tests with other versions: ``python -m tests.support.versions [NAME ...]``.
 
 Each pair of versions has an environment in ``.venv-versions/``, which is built once. pip installs
 CPU wheels of PyTorch if PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS provides them; otherwise it downloads
-a CUDA build of about 3 GB, which is announced first. Each run executes the quick tests; tests in
-the ledger (`version_ledger`) must fail. ``--again`` runs only the tests that have not passed yet,
-after an interruption or a change. ``versions_seen.json`` stores the results, from which the table
-of docs/support.md is generated.
+a CUDA build of about 3 GB. Before the installation, a message states this size. Each run executes
+the quick tests; tests in the ledger (`version_ledger`) must fail. ``--again`` runs only the tests
+that have not passed yet, after an interruption or a change. ``versions_seen.json`` stores the
+results, from which the table of docs/support.md is generated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def interpreter(version: str) -> str | None:
-    """Return the path of a Python of the given version, from PATH or pyenv, or None."""
+    """Return the path of this version of Python from PATH or pyenv, or None if there is none."""
     candidates = [shutil.which(f"python{version}")]
     pyenv = Path.home() / ".pyenv" / "versions"
     candidates += [str(p / "bin" / "python") for p in sorted(pyenv.glob(f"{version}.*"))]
@@ -67,7 +67,7 @@ def interpreter(version: str) -> str | None:
 
 
 def built(name: str, pair: Pair) -> Path | None:
-    """Return the interpreter of a pair's environment, or None if its Python is not installed."""
+    """Build a pair's environment once; return its interpreter, or None if Python is missing."""
     folder = FOLDER / name
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     stamp = folder / ".installed"

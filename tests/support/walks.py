@@ -1,7 +1,7 @@
 """Writes call trees into docs/architecture.md: the modules that run in a call of an operator.
 
 python -m tests.support.walks            # writes the trees into the page
-python -m tests.support.walks --counts   # prints the numbers of calls and files in each walk
+python -m tests.support.walks --counts   # prints the numbers of calls and files in each tree
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures derivatives at kinks and ties in both frameworks for docs/what-differs.md.
 
 `python -m tests.support.what_differs` rewrites the table, and a test checks that the table is
-current. The derivative at a kink is a convention. Each row shows the first and second pullback of
-ones by `torch.autograd.grad` or `jax.vjp` in float64.
+current. The derivative at a kink is a convention. Each row shows the first and second pullback of a
+cotangent of ones, computed by `torch.autograd.grad` or `jax.vjp` in float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"
-Values = list[Any] | None  # is None if the framework does not define the second derivative
+Values = list[Any] | None  # None if the framework does not define the second derivative
 
 # Each entry consists of a name, a point and an indented line with the functions in PyTorch and JAX.
 # The functions take x and use t for torch, f for torch.nn.functional, j for jax and n for

@@ -17,8 +17,8 @@ from typing import Any
 DEFAULTS: dict[str, Any] = {"xla_backend_optimization_level": 3}
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
-# XLA aborts the process on an unknown flag, so the version is checked. These versions still have
-# the older emitters of fused loops, which compile several times as fast.
+# XLA aborts the process on an unknown flag, so the version is checked. jaxlib 0.10 still has the
+# older emitters of fused loops, which compile several times as fast.
 if version("jaxlib").split(".")[:2] == ["0", "10"]:
     DEFAULTS["xla_cpu_use_fusion_emitters"] = True
     QUICK["xla_cpu_use_fusion_emitters"] = False

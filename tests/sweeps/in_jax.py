@@ -165,7 +165,7 @@ def _hvp(p: Point, mode: Any, f: Any = None) -> Any:
 
 
 def _contracted(blocks: Sequence[Any], ts: Sequence[Any]) -> Any:
-    """Multiply the rows of a Jacobian with the tangents and add the results."""
+    """Multiply the rows of a Jacobian by the tangents and add the results."""
     return sum(jnp.tensordot(b, t, axes=jnp.ndim(t)) for b, t in zip(blocks, ts, strict=True))
 
 

@@ -86,7 +86,7 @@ class Point:
         return self.pulled(self.f, self.live, self.v)
 
     def pushed(self) -> Tensors:
-        """Return J u by forward mode."""
+        """Return J u, computed in forward mode."""
         return self._dual(self.f, self.x)
 
     def transposed(self) -> Tensors:
@@ -104,17 +104,17 @@ class Point:
             return self.pulled(lambda *_: tangents, us, self.v)
 
     def double_backward(self) -> Tensors:
-        """Return H u by reverse over reverse mode."""
+        """Return H u, computed in reverse over reverse mode."""
         slopes = self.pulled(self._losses, self.live, [_ONE], create_graph=True)
         return self.pulled(lambda *_: slopes, self.live, self.u)
 
     def forward_over_reverse(self) -> Tensors:
-        """Return H u by forward over reverse mode."""
+        """Return H u, computed in forward over reverse mode."""
         slopes = lambda *xs: self.pulled(self._losses, xs, [_ONE], create_graph=True)
         return self._dual(slopes, self.live)
 
     def reverse_over_forward(self) -> Tensors:
-        """Return H u by reverse over forward mode."""
+        """Return H u, computed in reverse over forward mode."""
         with forward_ad.dual_level():
             ys = self.g(*map(forward_ad.make_dual, self.live, self.u))
             tangents = [_or_zero(forward_ad.unpack_dual(y).tangent, y.detach()) for y in ys]
@@ -229,7 +229,7 @@ _way("jacobian, reverse", PULLED)(lambda p: _jacobian(p, "reverse"))
 
 
 def _chunked(p: Point) -> Any:
-    """Run f in two chunks if f acts elementwise and draws no random numbers."""
+    """Return the pullback of f in two chunks if f is elementwise and draws no random numbers."""
     if not p.program.alone or p.program.random or len(p.x[0]) < 2:
         return None
     return _vjp(p, gt.chunked(p.f, (len(p.x[0]) + 1) // 2))
@@ -323,7 +323,7 @@ def swept(program: TableProgram, ways: Iterable[Way] = tuple(WAYS)) -> Iterator[
             yield about("every way", LEFT_OUT, f"PyTorch raises {error}"[:200])
             return
         if not finite:
-            yield about("every way", LEFT_OUT, "the value or gradient is NaN at the sample")
+            yield about("every way", LEFT_OUT, "the value or gradient is not finite at the sample")
             return
         for way in ways:
             told = _judged(point, way)

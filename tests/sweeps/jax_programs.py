@@ -588,7 +588,7 @@ _NOT_HERE = {
         "numpy": "intersect1d setdiff1d setxor1d union1d unique unique_all unique_counts "
         "unique_inverse unique_values trim_zeros",
     },
-    "functions of shapes, and settings": {
+    "functions that compute shapes, and settings": {
         "lax": "ConvGeneralDilatedDimensionNumbers DotDimensionNumbers PrecisionLike after_all "
         "broadcast_shapes conv_dimension_numbers conv_general_permutations "
         "conv_general_shape_tuple conv_shape_tuple conv_transpose_shape_tuple create_token dtype "
@@ -596,7 +596,7 @@ _NOT_HERE = {
         "numpy": "broadcast_shapes",
         "nn": "get_scaled_dot_general_config",
     },
-    "between devices": {
+    "communication between devices": {
         "lax": "pbroadcast pcast precv psend pvary ragged_all_to_all",
     },
     "derivatives that JAX cannot differentiate": {

@@ -1,4 +1,4 @@
-"""Defines programs that test recomputation in PyTorch under difficult conditions.
+"""Defines programs that test recomputation in PyTorch with state, draws, hooks and transforms.
 
 `chunked`, `frozen` and `checkpoint` recompute a part of a program. Each program must return the
 same values and leave the same state as its plain version (a loop over chunks, double backward, or f
@@ -38,7 +38,7 @@ PROGRAMS = Table()
 
 
 def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
-    """Register a program for these operators; the decorated function returns the `World`."""
+    """Register a program for the operators `kinds`; the decorated function returns the `World`."""
     return PROGRAMS.add(name, expect, kinds=kinds)
 
 
@@ -346,8 +346,8 @@ def _replaced(self: Any) -> Any:
 
 _zero = lambda: torch.zeros((), dtype=D)
 _add = lambda self: self.n.add_(1).clone()
-of_net("a module counts in a buffer", lambda: Counting(_add, n=_zero()))
-of_net("a module counts in a buffer that is replaced", lambda: Counting(_replaced, n=_zero()))
+of_net("a module counts its calls in a buffer", lambda: Counting(_add, n=_zero()))
+of_net("a module replaces a buffer in each call", lambda: Counting(_replaced, n=_zero()))
 
 
 class Scheduled(nn.Module):
@@ -368,7 +368,7 @@ of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 of_net("an uninitialized lazy layer", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
-@program("a full backward hook counts", TRAINED)
+@program("a full backward hook counts its calls", TRAINED)
 def _() -> World:
     net, seen = mlp(), list[int]()
     net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
@@ -407,7 +407,7 @@ def _between(change: Callable[[Any], Any], *more: nn.Module) -> World:
 _norm = lambda: nn.BatchNorm1d(4)
 _double = lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
 _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
-    "the parameters are changed in place by .data": (
+    "the parameters are changed in place through .data": (
         lambda net: [p.data.mul_(2) for p in net.parameters()],
         (),
         EITHER,
@@ -547,7 +547,7 @@ program("a recomputed chunk has the same values but no path to a weight", TRAINE
 
 
 class Codebook(nn.Module):
-    """A codebook that replaces rarely selected codes by random numbers."""
+    """A codebook that replaces rarely selected codes with random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

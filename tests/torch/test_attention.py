@@ -62,7 +62,7 @@ def _of_gradient(taken):
 
 
 def _along(f):
-    """Return a function of three factors that applies f to the scaled arrays in X."""
+    """Return a function of a vector whose entries scale the arrays in X before f is applied."""
     return lambda s: f(*[s[i] * x for i, x in enumerate(X)])
 
 

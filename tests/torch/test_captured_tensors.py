@@ -1,4 +1,4 @@
-"""In operators that recompute f, tensors that f captures become inputs or raise an error.
+"""In operators that recompute f, tensors that f captures become inputs or cause an error.
 
 In eager code, gradtools finds captured leaf tensors in the graph of f. A captured result of other
 operations, and every captured tensor inside of torch.func, becomes an input of f's node, and the

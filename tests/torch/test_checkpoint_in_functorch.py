@@ -15,7 +15,7 @@ X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)
 @pytest.mark.parametrize("where", ["derivative in vmap", "vmap in derivative"])
 @pytest.mark.parametrize("size", [None, 4])
 def test_draws_in_a_vmap_over_other_arguments_are_as_in_a_plain_call(where, size):
-    """In this vmap, the input of the checkpoint is not batched, but the output is batched."""
+    """vmap does not batch the checkpoint's input, but batches its output, because draws differ."""
     x = X[:, 0] if size is None else X
     plain = torch.nn.Dropout(0.5)
     found = []
@@ -85,7 +85,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_checkpoint_that_is_mapped_may_hold_a_derivative(name):
-    """A pullback may run after its torch.func level has ended, so its tensors are not captured."""
+    """A pullback may run after its torch.func level ends; its tensors do not count as captured."""
     w = torch.randn(3, requires_grad=True)
     rows = torch.randn(4, 3, requires_grad=True)
     inner = lambda x: INSIDE[name](lambda x: (x.sin() * x * w).sum(), x)

@@ -178,7 +178,7 @@ def stateful(norm=nn.BatchNorm1d):
 
 
 class PlainBatchNorm(nn.BatchNorm1d):
-    """Batch norm, computed by plain operations, whose third derivatives are correct in PyTorch."""
+    """Batch norm, computed by plain operations, so that PyTorch's third derivatives are correct."""
 
     def forward(self, x):
         mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -330,7 +330,7 @@ def test_jacobians_through_dropout_have_one_mask():
     expected = torch.autograd.functional.hessian(lambda w: (looped(w) ** 2).sum(), w)
     torch.manual_seed(1)
     assert same(gt.hessian(lambda w: (ours(w) ** 2).sum())(w), expected, 1e-12)
-    # Pull back a batch of cotangents through batch norm, also to captured parameters.
+    # Pull back a batch of cotangents through batch norm to the captured parameters.
     model.append(nn.BatchNorm1d(2, dtype=torch.float64))
     vectors, parameters = numbers(5, 11, 2), list(model.parameters())
     found = []

@@ -86,7 +86,7 @@ FORWARD = 2 * ROWS * WIDTH * WIDTH * DEPTH * COUNT
 )
 def test_forward_passes_that_a_second_derivative_costs(run, make, passes):
     G = make(network(DEPTH))
-    # the graph of the last call still exists
+    # the last call of G is not repeated, because its graph still exists
     spare = 1 if run is all_forwards_first and passes == 5 else 0
     expected = passes * FORWARD - spare * FORWARD // COUNT
     assert flops(lambda: run(G, COUNT, *inputs(COUNT))) == expected
@@ -132,7 +132,7 @@ def per_use(G, which):
     return (many - few) / 8
 
 
-ONE = ROWS * WIDTH * 4  # bytes of a tensor of the shape of z
+ONE = ROWS * WIDTH * 4  # the size in bytes of a tensor with the shape of z
 
 
 def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
@@ -157,7 +157,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
     assert peak(network(depth).requires_grad_(trained)) == peak(network(2).requires_grad_(trained))
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the limits count comprehensions as calls")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the limits apply to Python 3.11")
 def test_what_a_use_costs_besides_its_work_is_held():
     """Python overhead, which dominates small networks, is limited per call and per layer."""
 

@@ -134,7 +134,7 @@ def arguments(name):
 
 
 def counted(count, f, xs):
-    """Return the numbers of operations of the value, the gradient and the second derivative."""
+    """Apply `count` to runs of the value, the gradient and the second derivative."""
     y = f(*xs)
     ct = torch.ones_like(y)
     first = torch.autograd.grad(y, xs, ct, create_graph=True)

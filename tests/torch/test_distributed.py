@@ -100,7 +100,7 @@ def one_process(world):
 
 
 def through_ddp(rank, world, loss, **options):
-    """Run DDP with a chunk size that depends on the rank, so that numbers of chunks differ."""
+    """Run DDP with a chunk size that depends on the rank, so that the numbers of chunks differ."""
     encode = lambda f, x: gt.chunked(f, 1 + rank, **options)(x)
     model, seen = counted(Step(encoder(), encode, loss(rank, world)))
     model(batch(world)[rank * ROWS : (rank + 1) * ROWS]).backward()
@@ -135,7 +135,7 @@ def usual_gather(rank, world):
 
 @check
 def looped(rank, world):
-    """Compare `chunked` in DDP with a plain loop over chunks, and the numbers of reductions."""
+    """Return gradients and numbers of reductions of DDP with a plain loop and with `chunked`."""
     found = []
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
@@ -161,7 +161,7 @@ def looped(rank, world):
 
 @check
 def orders_of_gather(rank, world):
-    """Compute first and second derivatives and tangents of a loss that depends on all processes."""
+    """Compute two derivatives of a loss that couples all processes, and a tangent of all_gather."""
     x = batch(world)
     mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
     loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()

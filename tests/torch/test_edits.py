@@ -1,4 +1,4 @@
-"""Tests gradient edits for PyTorch only: compiled code, in-place writes and checkpoints."""
+"""Tests gradient edits in PyTorch: compiled code, in-place writes and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PyTorch engine does not change global state and supports functions of every kind."""
+"""Tests the PyTorch engine: global state, running statistics, grad mode, hooks and pullbacks."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ POINT = {
 MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
 ALONG = {
     "y captured by G": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
-    "an array captured by G as a keyword": lambda v: (
+    "an array that G passes by keyword": lambda v: (
         (lambda w: lambda z: torch.nn.functional.linear(z**2, weight=w).tanh())(torch.outer(v, v)),
         "y",
         "z",

@@ -1,4 +1,4 @@
-"""Every engine is correct while another thread is in forward mode, and after interrupts."""
+"""Derivatives are correct while another thread uses forward mode; interrupts leave no mode set."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_interrupt_at_any_call_leaves_no_mode(name):
     before, count = everything(), 1
     while interrupted(name, count):
         assert not changes(before, everything()), count
-        with dual_level():  # no dual level is active
+        with dual_level():  # raises an error if a dual level is still active
             pass
         count += 1
     assert count > 20

@@ -1,4 +1,4 @@
-"""Tests faults for PyTorch only: unusual tensors, modes around a call, and the meta device."""
+"""Tests operators in PyTorch with unusual tensors, inside of modes and on the meta device."""
 
 from __future__ import annotations
 

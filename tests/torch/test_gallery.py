@@ -15,7 +15,7 @@ BY_NAME = {picture.name: picture for picture in PICTURES}
 
 
 def by_autograd(picture: Picture) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two dicts from names in the graph to inputs and to PyTorch's own results."""
+    """Return two dicts, which map names in the graph to inputs and to PyTorch's own results."""
     torch.manual_seed(0)
     graph = picture.graph()
     named = [graph.values[v].name for v in graph.inputs[: len(picture.args)]]

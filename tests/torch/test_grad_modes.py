@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 class Asking(torch.autograd.Function):
-    """A Function whose backward pass computes a derivative by a given program."""
+    """A Function whose backward pass computes a derivative with a given program."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, program: Any, results: list[Any]) -> torch.Tensor:
@@ -120,7 +120,7 @@ MODES = {
     "inference_mode": inside(torch.inference_mode),
     "set_grad_enabled": inside(lambda: torch.set_grad_enabled(False)),
     "in a backward pass": in_a_backward_pass,
-    "in one with create_graph": lambda p, x: in_a_backward_pass(p, x, True),
+    "in a backward pass with create_graph": lambda p, x: in_a_backward_pass(p, x, True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tests host kernels for PyTorch only: devices, layouts, modes, tracing and copies."""
+"""Tests host kernels in PyTorch: devices, layouts, modes, tracing and copies."""
 
 from __future__ import annotations
 

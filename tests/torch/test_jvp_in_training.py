@@ -1,8 +1,8 @@
 """Tests training through a Jacobian-vector product, as in MeanFlow, with common setups.
 
 The expected values come from the same loss with the math kernel in float64, where finite
-differences replace the tangent. The tests vary the kind of attention, `gt.checkpoint`, the
-precision and the compiler.
+differences replace the tangent. The tests vary the kind of attention and the precision, with and
+without `gt.checkpoint` and the compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient for a module equals `loss.backward()` bit by bit, for modules of every kind."""
+"""For modules of every kind, gradtools and `loss.backward()` compute bitwise equal gradients."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def recomputed():
 NETS = {
     "attributes of parameters": Marked,
     "classes of parameters": lambda: ByClass(3, 2),
-    "a lambda over the module": Lambda,
+    "a lambda that closes over the module": Lambda,
     "a table keyed by parameters": Table,
     "a ParameterList": Listed,
     "tied parameters": tied,
@@ -157,7 +157,7 @@ OPERATORS = {
     "minimax": lambda f, net: gt.minimax_value_and_grad(f, 0, ())(net),
     "vjp": lambda f, net: _by_vjp(f, net),
     # The reduction is "sum", because a mean divides by the sum of the weights, which causes
-    # rounding.
+    # rounding errors.
     "microbatched": lambda f, net: gt.microbatched_value_and_grad(
         lambda n, x: f(n), 6, reduction="sum"
     )(net, X),

@@ -1,8 +1,8 @@
 """gradtools registers, patches and copies nothing in PyTorch outside of its own calls.
 
 The tests compare all kernels of PyTorch's dispatcher and the attributes of its public namespaces
-before and after calls of all operators. They run in subprocesses, because PyTorch registers some
-kernels at their first use.
+before and after calls of all operators. The tests run in subprocesses, because PyTorch registers
+some kernels at their first use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def registrations():
 
 
 def attributes():
-    """Return the ids of the public attributes of PyTorch's namespaces."""
+    """Return the ids of the attributes of PyTorch's public namespaces."""
     places = (torch, torch.Tensor, functional, torch.autograd, torch.autograd.Function, nn.Module)
     places += (torch.autograd.graph, forward_ad, torch.func, torch.overrides, nn.Parameter)
     return {(p.__name__, name): id(value) for p in places for name, value in vars(p).items()}
@@ -117,7 +117,7 @@ PATCHES = [
 def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
     name, patch, weights, monkeypatch
 ):
-    """Attention libraries patch torch.nn.functional; double backward computes the reference."""
+    """Attention libraries patch torch.nn.functional; double backward gives the expected values."""
     torch.manual_seed(0)
     heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
     G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]

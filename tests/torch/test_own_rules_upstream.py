@@ -1,6 +1,6 @@
-"""Tests bugs of custom rules in plain PyTorch, and gradtools on the same programs.
+"""Tests second derivatives and tangents of compiled functions, which plain PyTorch loses.
 
-Each test asserts an upstream bug and fails if the bug has been fixed.
+The test of torch#91469 asserts the upstream bug and fails if the bug has been fixed.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
 
 
 def test_f_is_computed_again_to_its_end():
-    """PyTorch saves rrelu's noise before it is drawn, so f must run to its end (torch#193671)."""
+    """PyTorch saves rrelu's noise before drawing it, so f must run to its end (torch#193671)."""
     found = []
     for wrap in (lambda f: f, gt.checkpoint):
         torch.manual_seed(0)

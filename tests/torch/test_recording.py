@@ -1,4 +1,4 @@
-"""A recorded run restores all state, records the right operations and has a bounded cost."""
+"""A recorded run restores all state, records the correct operations and has a bounded cost."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ SHARED = {
 
 
 def _reached_in(graph):
-    """Return whether the output ignores the argument, and whether the output is differentiable."""
+    """Return whether the output is independent of the argument, and whether it has a derivative."""
     return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
 
 

@@ -1,7 +1,7 @@
 """Tests FSDP and DDP wrappers around a model that calls gradtools operators, in two processes.
 
 The reference is the same wrapper around the plain loop over chunks. The results of a program must
-be right, or gradtools must raise its own error in every process.
+be correct, or gradtools must raise its own error in every process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares custom rules in PyTorch with the documented autograd.Function.
+"""Compares custom rules in PyTorch with the documented behavior of autograd.Function.
 
 A program calls an autograd.Function as in PyTorch's documentation, or a `custom_rule` with the same
 formulas. The Function computes the expected result. Programs for which custom_rule deliberately
@@ -156,7 +156,7 @@ PAIRS = {
 
 class Program(NamedTuple):
     name: str  # The name of the pair in PAIRS.
-    run: object  # run(f) returns a pytree or raises.
+    run: object  # run(f) returns a pytree or raises an error.
 
 
 def grads(f, *xs, **told):
@@ -284,7 +284,7 @@ FORWARD_EXCEPTIONS = {
 
 
 def outcome(program, f):
-    """Return the result of the program, or RuntimeError if it raises."""
+    """Return the result of the program, or RuntimeError if the program raises that error."""
     try:
         return program.run(f)
     except RuntimeError:
@@ -313,7 +313,7 @@ def test_a_rule_does_what_a_function_does(name, given):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["a tree", "an identity"])
 def test_a_forward_rule_is_computed_again_as_it_was_computed(name, reentrant):
-    """A checkpoint counts saved tensors, and its first pass contains the first call of the rule."""
+    """A checkpoint counts saved tensors, so all calls of a rule must save equally many tensors."""
     f, jvp, slope = {
         "a tree": (
             lambda x: (x.sin(), x),

@@ -1,4 +1,4 @@
-"""Tests custom rules outside of plain eager code: export, dynamic shapes, threads, subclasses."""
+"""Tests custom rules beyond plain eager code: export, dynamic shapes, threads and subclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation restores random states, generators and buffers, and no other state."""
+"""Recomputation restores random states, buffers and exchanged parameters, and no other state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_buffer(model):
 
 CHANGES = {
     "a buffer": lambda m: m.b.add_(1),
-    "a buffer changed by .data": lambda m: m.b.data.add_(1),
+    "a buffer changed through .data": lambda m: m.b.data.add_(1),
     "running statistics": lambda m: m.inner(torch.randn(3, 2)),
     "a deleted buffer": no_buffer,
     "a new buffer": lambda m: m.register_buffer("c", torch.ones(1)),

@@ -120,8 +120,8 @@ def test_the_level_of_forward_mode_is_seen_and_entered(monkeypatch):
         assert upstream.is_forward_mode_enabled()
     finally:
         upstream.leave_forward_level(level)
-    # This simulates another thread between the two lines of `forward_ad.exit_dual_level`, when no
-    # level may be entered.
+    # Simulate another thread between the two lines of `forward_ad.exit_dual_level`. At this point,
+    # no level may be entered.
     monkeypatch.setattr(forward_ad, "_current_level", 3)
     assert upstream.enter_forward_level() is None
     monkeypatch.undo()

@@ -110,7 +110,7 @@ def test_the_formula_is_what_autograd_computes(order, row):
 
 
 def checked(f, *args, **more):
-    """Return the formula of f after an assertion that gradtools checked the formula."""
+    """Return the formula of f, and assert that gradtools checked the formula."""
     found = gt.formula(f, *args, **more)
     assert "at the arguments and 3 random points" in str(found.check)
     return found

@@ -382,7 +382,7 @@ def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_module_whose_gradient_is_differentiated_forward_over_reverse(order):
-    """In forward-over-reverse mode, the gradient is right and f has its usual side effects."""
+    """In forward-over-reverse mode, the gradient is correct and f has its usual side effects."""
     found = []
     for mode in ("auto", "forward_over_reverse"):
         net = Noisy().double()

@@ -1,5 +1,5 @@
-// Defines x^3 by three C++ torch::autograd::Functions. One is right at any order. The gradients of
-// the other two have no derivative, because of a NoGradGuard and because of a detached tensor.
+// Defines x^3 by three C++ torch::autograd::Functions. One is correct at any order. The gradients
+// of the other two are not differentiable, because of a NoGradGuard and a detached tensor.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>

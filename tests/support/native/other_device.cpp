@@ -1,7 +1,7 @@
 // Simulates a device other than the CPU on any machine: PyTorch's PrivateUse1 in host memory.
 //
 // CPU kernels run on aliases of the device's memory. As on a GPU, operands on two devices, a
-// generator of another device, and host pointers to arrays raise an error. The device counts host
+// generator of another device, and host pointers to tensors raise an error. The device counts host
 // synchronizations: each copy to the host and each number that the host reads. As for CUDA,
 // autograd runs the nodes of this device in a separate thread.
 

@@ -97,7 +97,7 @@ class Target:
     dtype: Any = jnp.float32
 
     def array(self, *shape: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """Returns an abstract array on the first device, or with a sharding."""
+        """Returns an abstract array with the given sharding, by default on the first device."""
         here = sharding or SingleDeviceSharding(devices(self.platform)[0])
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=here)
 
@@ -328,7 +328,7 @@ def main(platform: str) -> None:
         [
             f"# Compiled for {NAMES[platform]} ahead of time, {datetime.date.today()}, {versions}",
             "",
-            "Megabytes of temporaries, without arguments and results"
+            "Memory is the size of temporaries in MB, without arguments and results"
             + ("; the peak memory is in parentheses." if platform == TPU else "."),
             *_operators(platform),
             *_section(

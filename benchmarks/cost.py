@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 @dataclass
 class Row:
-    """A method of an operator: its counted costs, and its seconds in each round."""
+    """An implementation of an operator, with its counted costs and its seconds in each round."""
 
     backend: str
     operator: str
@@ -113,7 +113,7 @@ def ratio(row: Row, base: Row) -> float:
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """Yields the row of an operator: gradtools, hand-written code, then other packages."""
+    """Yields an operator's table row: gradtools, hand-written code, then other packages."""
     ours, hand, *peers = rows
     others = ", ".join(
         f"{p.way}: {p.flops / 1e6:.2f} MFLOP, {p.peak / 1e3:.0f} kB, {ratio(p, hand):.2f}"

@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns a cell for PyTorch and a cell for JAX, each from the row that contains `holding`."""
+    """Returns a cell for PyTorch and one for JAX, each from the row with the cells `holding`."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)
@@ -53,7 +53,7 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 
 def table(page: Path) -> str:
-    """Returns the table of a page in Markdown. README.md has only the first rows."""
+    """Returns the table of a page in Markdown. README.md contains only the first rows."""
     if page == FROZEN:
         return _of_frozen()
     return f"{_of_all(page)}\n\n{_of_steps()}" if page == MEASURED else _of_all(page)
@@ -68,7 +68,8 @@ def _of_steps() -> str:
         "The next table compares gradtools with hand-written code or with another package. The "
         "figures are ratios of CPU times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
-        "[steps](../benchmarks/results/steps.md#floors) lists the operations and calls.",
+        "[steps](../benchmarks/results/steps.md#floors) lists the numbers of operations "
+        "and Python calls.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",

@@ -1,13 +1,13 @@
 """Compares methods for second derivatives through a frozen network: work, peak bytes, time.
 
-The loss is g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is computed. G is a dense network,
-a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages; for JAX,
-bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
+The programs compute dg/dy of a loss g(df/dz_1, ..., df/dz_N) for f(y, G(z_i)). G is a dense
+network, a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages;
+for JAX, bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
 layers take several milliseconds; frozen_sizes.py measures smaller networks.
 
-Each pair of framework and model is one job. The jobs run in two processes; --jobs=N sets another
-number. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
+Each pair of framework and model is one job. The jobs run in two processes, or in N processes with
+--jobs=N. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
 can be continued. With --report, the program writes the measurements so far, with a dash for a
 missing cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
 measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
@@ -51,7 +51,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # limits of the rounds and CPU seconds
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # limits on rounds and CPU seconds
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 TIMED = USES[:3]  # with more uses, times are not measured

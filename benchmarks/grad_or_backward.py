@@ -1,4 +1,4 @@
-"""Measures the results in docs/grad-or-backward.md: backward passes, zero gradients, data races.
+"""Measures the figures in docs/grad-or-backward.md: backward passes, zero gradients, data races.
 
 The counted work and the optimizer steps are the same in each run. The results of races vary, so the
 table shows the minimum and the maximum of several runs.

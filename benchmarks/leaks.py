@@ -94,7 +94,7 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
         new = {k: after[k] - before[k] for k in more}
         more = {k: min(n, new[k] / calls) for k, n in more.items() if new[k] >= 3}
         if not more:
-            break  # earlier growth came from warm-up
+            break  # the growth of earlier series came from warm-up
     return more
 
 
@@ -202,7 +202,7 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
     full = sum(r.calls >= CALLS for r in runs)
     yield (
         f"{len(runs)} uses were measured, {full} of them with at least {CALLS:,} calls; the table "
-        f"shows the number of calls. The number of uses with a count that grew is {grew}."
+        f"shows the number of calls. A count grew in {grew} of these uses."
     )
     if lost:
         yield f"These uses were not measured: {', '.join(lost)}."

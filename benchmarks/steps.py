@@ -6,7 +6,7 @@
 A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the
 row names another quantity. "Before" is the figure before the optimization. For each row whose
 figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
-counted. The last table shows microseconds per leaf, chunk and rule as their number grows.
+counted. The last table shows microseconds per leaf, chunk, rule or call for growing numbers.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "`chunked`": "the first pass records the graph of each chunk to find its leaves (the "
     "hand-written code runs under `no_grad`); random generators, buffers and modes are saved and "
     "restored",
-    "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule for "
-    "both modes and all orders runs in Python",
+    "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule runs "
+    "in Python, to support both modes and all orders",
     "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "
-    "infinity becomes NaN; the autograd node of a rule for every transform runs in Python",
-    "200 `clip_gradient` by value": "the autograd node of a rule for every transform runs in "
-    "Python",
+    "infinity becomes NaN; the autograd node of a rule runs in Python, to support all transforms",
+    "200 `clip_gradient` by value": "the autograd node of a rule runs in Python, to support all "
+    "transforms",
     "`vmap(grad)`": "each call derives the batched rule from the rule of one example; `gt.grad` "
     "intercepts each operation of f",
     "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
@@ -67,8 +67,8 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "of the 4 directions, at about twice the cost of G, from the same random state; no graph of G "
     "is stored",
     "forward Jacobian": "arguments and outputs are checked",
-    "per-example": "the gradients of 64 examples are computed and stored; their norms "
-    "alone need no such storage",
+    "per-example": "the gradients of 64 examples are computed and stored; to compute only their "
+    "norms, the gradients need not be stored",
     "`formula`": "f is evaluated five times: once to record it, and four times to compare it with "
     "the formula (at three random points and at the arguments)",
     "JAX: trace of a `clip": "a norm that cannot overflow, and that preserves NaN and zero",

@@ -56,7 +56,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Returns functions to record an evaluation (also in compiled code) and to read the count."""
+    """Returns a function that records an evaluation and a function that returns the count."""
     calls: list[None] = []
     note = lambda: calls.append(None)
     if backend == "torch":

@@ -58,7 +58,7 @@ def train_torch(gt, gradient):
         )
     pure = {name: gt.make_functional(net) for name, net in nets.items()}
     layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
-    params = [pure[name][1] for name in "ABC"]  # aliases, which the optimizer updates
+    params = [pure[name][1] for name in "ABC"]  # aliases of the trained parameters
     down = torch.optim.Adam([*nets["A"].parameters(), *nets["B"].parameters()], lr=RATE)
     up = torch.optim.Adam(nets["C"].parameters(), lr=RATE)
 

@@ -314,7 +314,7 @@ def draw():
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, independent of the user's settings
+    FigureCanvasAgg(figure)  # opens no window, regardless of the user's settings
     left, right = figure.subplots(1, 2)
     colours = {"frozen": "#22688c", "double backward": "#b8542c"}
     panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}

@@ -33,7 +33,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns three mean gradients: over all ranks, and (weighted, unweighted) of this rank."""
+    """Returns mean gradients: over all ranks, and over this rank with and without weights."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:

@@ -6,7 +6,8 @@
 A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the
 row names another quantity. "Before" is the figure before the optimization. For each row whose
 figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
-counted. The last table shows microseconds per leaf, chunk, rule or call for growing numbers.
+counted. The last table shows microseconds per leaf, chunk, rule or call for programs of growing
+size.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def flat(gt: Any, tree: Any) -> np.ndarray:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference relative to the largest number of b, or inf for NaN."""
+    """Returns max |a - b| / max |b|, or inf if this number is not finite."""
     found = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-300))
     return found if np.isfinite(found) else float("inf")
 

@@ -74,7 +74,7 @@ def f(gt, y, images):
 
 
 def g(gt, slopes, zs, x):
-    """Returns the contrastive loss of codes after an energy step, against clean codes x."""
+    """Returns the contrastive loss between codes after an energy step and clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
     logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a constant per row
@@ -97,7 +97,7 @@ def ways(gt):
 
 
 def adam(gradient, params, batches, rate, what):
-    """Returns the losses of the steps, and the last parameters."""
+    """Runs Adam; returns the loss of each step, and the final parameters."""
     losses, means = [], {name: (0 * x, 0 * x) for name, x in params.items()}
     for k, batch in enumerate(progress(batches, what), 1):
         value, grads = gradient(params, *batch)

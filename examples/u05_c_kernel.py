@@ -20,7 +20,7 @@ TRUE = np.array([1.5, -0.8])
 
 
 def kernels():
-    """Returns the two C functions as functions of NumPy arrays, with leading batch axes."""
+    """Returns the two C functions as functions of NumPy arrays that accept leading batch axes."""
     library = ctypes.CDLL(str(c_library("recurrence")))
     array = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
 

@@ -33,7 +33,7 @@ def log_sum_exp(gt, backend):
 
 
 def pallas_kernels():
-    """Returns both kernels in Pallas."""
+    """Returns both functions as Pallas kernels."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas

@@ -209,8 +209,8 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         "",
         "Some operators do more than the hand-written code: `frozen` computes the inner function "
         "once more and does not keep its graph; `clip_gradient` first divides by the largest "
-        "entry, so that the norm cannot overflow; `hvp` in mode forward over reverse and "
-        "`chunked` in PyTorch use one more buffer.",
+        "entry, so that the norm cannot overflow; `hvp` with forward over reverse "
+        "and `chunked` use one more buffer in PyTorch.",
         "",
         "The table does not contain: " + "; ".join(left) + ".",
         "",

@@ -55,7 +55,7 @@ class Point:
 
 
 def graded(f: Callable[..., Any], *xs: Any, create: bool = False) -> Any:
-    """Returns the value of f, its gradients by autograd, and the differentiated aliases of xs."""
+    """Returns the value of f, the gradients, and the aliases of xs that require grad."""
     aliases = [x.detach().requires_grad_() for x in xs]
     out = f(*aliases)
     return out, torch.autograd.grad(out, aliases, create_graph=create), aliases

@@ -69,7 +69,8 @@ def _of_steps() -> str:
         "figures are ratios of CPU times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
         "[steps](../benchmarks/results/steps.md#floors) lists the numbers of operations "
-        "and Python calls.",
+        "and Python calls. The column *before* shows the figures at the time when the goals were "
+        "set.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",

@@ -485,10 +485,11 @@ def report(cells: list[Cell]) -> str:
         f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {version('torch')}, jax {version('jax')}",
         "",
-        "The programs compute dg/dy for g(df/dz_1, ..., df/dz_N) and f(y, G(z_i)), in float32 on "
-        f"one CPU thread. The batch of the dense network has {CODES['dense'][0]} rows of width "
-        f"{CODES['dense'][1]}. The batch of the convolutional network has "
-        f"{CODES['convolutional'][0]} images of {SIDE} x {SIDE} pixels and {CHANNELS} channels. "
+        "The programs compute dg/dy for g(df/dz_1, ..., df/dz_N) and f(y, G(z_i)), with N uses of "
+        "G, in float32 on one CPU thread. The batch of the dense network has "
+        f"{CODES['dense'][0]} rows of width {CODES['dense'][1]}. The batch of the convolutional "
+        f"network has {CODES['convolutional'][0]} images of {SIDE} x {SIDE} pixels and "
+        f"{CHANNELS} channels. "
         f"The batch of the transformer has {CODES['transformer'][0]} x {CODES['transformer'][1]} "
         f"tokens of width {CODES['transformer'][2]}; attention consists of matrix products. The "
         "peak is the memory of live storages in PyTorch, and the temporaries of the compiled "

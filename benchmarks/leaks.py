@@ -8,7 +8,7 @@ tests/support/every_operator.py. In PyTorch each call creates the operator from 
 is the worst case for caches. In JAX the operator is created once, because eager JAX keeps programs
 that it compiled for new functions (measured by tests/house/test_leaks.py).
 
-A run measures the operators in the order of their cost, each for at most --seconds, and stores the
+A run measures the operators in order of increasing cost, each for at most --seconds, and stores the
 results in out/leaks.jsonl, so an interrupted run can be continued. A second process with
 --costly-first can start with the most expensive operators. With --report, the program only writes
 results/leaks.md.
@@ -177,7 +177,7 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
     yield ""
     yield (
-        "The table shows the counts before many calls of an operator, and the growth after these "
+        "The table shows the counts before many calls of an operator, and the growth in these "
         "calls. In PyTorch each call creates the operator from new functions; in JAX the operator "
         "is created once. In JAX, `mixed_partial`, `straight_through`, a jvp rule and a second "
         "derivative of `frozen` leave one object per call: a dead weak reference in JAX's caches, "

@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keeps freed memory in the process, so that page faults do not disturb the times."""
+    """Keeps freed memory in the process, so that page faults do not affect the times."""
     if sys.platform == "linux":
         trim, mapped = (-1, 1 << 30), (-3, 1 << 25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         for name, size in (trim, mapped):

@@ -136,7 +136,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients with respect to all parameters by two evaluations of the loss."""
+        """Computes the gradients with respect to all parameters in two evaluations of the loss."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
@@ -213,7 +213,7 @@ class FrameworkRun:
         return xp.mean(log_total - xp.sum(shifted * labels, axis=1))
 
     def _domain_loss(self, logits: Any, size: int) -> Any:
-        """Returns the cross-entropy of the domain; the first ``size`` images are source images."""
+        """Returns the domain head's cross-entropy; the first ``size`` images are source images."""
         xp = self.gt.xp
         costs = xp.logaddexp(xp.zeros_like(logits), logits)
         return xp.mean(costs) - xp.sum(logits[:size]) / logits.shape[0]
@@ -328,7 +328,7 @@ def _count(way: str, counts: Counter[str], steps: int) -> str:
 
 
 def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> Path:
-    """Draws the accuracy over the steps to demo.png in the folder, and returns the path."""
+    """Plots the accuracy over the steps, saves demo.png in the folder, and returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

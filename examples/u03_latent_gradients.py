@@ -32,7 +32,7 @@ GROUP, NOISE = 8, 0.7  # Number of codes in each z_i, and the scale of their noi
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
 DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Numbers of layers, and their width.
-BYTES = {}  # Measurements for the picture: lists by (x axis, backend, method).
+BYTES = {}  # Measurements for the picture: lists indexed by (x axis, backend, method).
 
 
 def show(gt, backend):
@@ -210,7 +210,7 @@ def decoder_weights(gt):
 
 
 def some_codes(weights, gt, count):
-    """Returns the codes of the first digits, clean and with noise: arrays (count, GROUP, CODE)."""
+    """Returns clean and noisy codes of the first digits, each of shape (count, GROUP, CODE)."""
     images = gt.asarray(load_digits(return_X_y=True)[0][: count * GROUP] / 16)
     codes = gt.to_numpy(encoder(gt, weights, images)).reshape(count, GROUP, CODE)
     return codes, codes + np.random.default_rng(2).normal(scale=NOISE, size=codes.shape)
@@ -309,7 +309,7 @@ def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
 
 
 def draw():
-    """Draws the measurements of all backends so far to out/frozen.png."""
+    """Plots the measurements of all backends so far, and saves the picture as out/frozen.png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

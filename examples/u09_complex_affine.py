@@ -52,7 +52,7 @@ def show(gt, backend):
 
     at = lambda W: float(loss(gt.asarray(W @ I + b), gt.asarray(wanted)))
     before, after = at(W), at(W - 1e-5 * gW)
-    claim(f"a step along -dL/dW descends: {before:.2f} to {after:.2f}", after < before)
+    claim(f"a step along -dL/dW reduces L from {before:.2f} to {after:.2f}", after < before)
     return {"gradients": [gt.asarray(g) for g in (gW, gI, gb)]}
 
 

@@ -139,9 +139,9 @@ def network(gt, backend):
     mine = found.agrees_with(derived())
     claim(f"derived by hand: {mine}", mine)
     slip = found.agrees_with(derived(flip=False))
-    claim(f"without the flip: {slip}", not slip and slip.where.startswith("X̄"))
+    claim(f"derived without the flip of K: {slip}", not slip and slip.where.startswith("X̄"))
     slip = found.agrees_with(derived(transpose=False))
-    claim(f"without the transpose: {slip}", not slip and slip.where.startswith("W̄"))
+    claim(f"derived without the transpose of dW: {slip}", not slip and slip.where.startswith("W̄"))
     grads = gt.grad(loss, argnums)(*arrays, labels)
     return {"network": grads}
 

@@ -1,6 +1,6 @@
 """Sums the gradients of several losses and of unequal chunks with the correct weights.
 
-A model that predicts the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each
+A model predicts the next letter in ten sentences, which are split into chunks of 4, 4 and 2. Each
 chunk's loss is the mean over its letters, so its weight is its number of letters. With these
 weights a ``GradientAccumulator`` returns the gradient of the mean over all letters; with equal
 weights, the gradient is wrong. ``microbatched_value_and_grad`` computes the same gradient in one

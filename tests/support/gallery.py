@@ -258,8 +258,8 @@ PICTURES = (
     Picture(
         "transformer_block",
         "A transformer block",
-        "The graph has {operations} operations, and blocks are modules. The residual connections "
-        "bypass `self_attn` and the linear layers. The program saves {kept} bytes in "
+        "The graph has {operations} operations, and each block represents a module. The residual "
+        "connections bypass `self_attn` and the linear layers. The program saves {kept} bytes in "
         "addition to its arguments.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),

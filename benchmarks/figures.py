@@ -60,7 +60,7 @@ def table(page: Path) -> str:
 
 
 def _of_steps() -> str:
-    """Returns the rows of steps.md, with the figures from before the optimization."""
+    """Returns the table of steps.md below a caption."""
     found = [row for row in rows("steps.md", under="# Steps") if row["work"] != "---"]
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]

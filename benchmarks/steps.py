@@ -3,8 +3,8 @@
     python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
-A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the
-row names another quantity. "Before" is the figure before the optimization. For each row whose
+A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the row
+names another quantity. "Before" is the figure at the time when the goal was set. For each row whose
 figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
 counted. The last table shows microseconds per leaf, chunk, rule or call for programs of growing
 size.

@@ -3,8 +3,8 @@
 The step is the training step of example u06: MiniLM encodes queries and documents, and the loss is
 the symmetric InfoNCE of the whole batch. In PyTorch the step runs under `torch.autocast` with its
 default cache of cast weights, and float16 uses a GradScaler. In JAX the float32 parameters are cast
-inside the encoder. In both frameworks the loss is computed from the embeddings in float32, without
-dropout.
+inside the encoder. In both frameworks the encoder runs without dropout, and the loss is computed
+from the embeddings in float32.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def main() -> None:
         f"One step of examples/u06 runs MiniLM on {BATCH} queries and {BATCH} documents of "
         f"{LENGTH} tokens in chunks of {CHUNK}, without dropout, on one CPU thread. In PyTorch the "
         "whole step, including the backward pass, runs under `torch.autocast`; in some rows, only "
-        "the loss runs under `torch.autocast`. float16 uses a GradScaler. In JAX the float32 "
-        "parameters are cast in the encoder. "
+        "the forward pass runs under `torch.autocast`. float16 uses a GradScaler. In JAX the "
+        "float32 parameters are cast in the encoder. "
         f"The loss in float64 is {loss:.6f}.",
         "",
         *table(heads),

@@ -398,7 +398,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Returns each cell's depth and number of z_i, and whether the table over z_i contains it."""
+    """Returns each cell's depth and number of z_i, and whether it is in the table over z_i."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 

@@ -136,7 +136,8 @@ def report() -> str:
         "",
         f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}), with {USES} uses of G, in "
         f"float32 on one thread. Times are medians of CPU seconds over {ROUNDS} rounds. Each round "
-        "runs each method once, in an order that rotates. The time of a forward pass is the minimum over the rounds.",
+        "runs each method once, in an order that rotates. The time of a forward pass is the "
+        "minimum over the rounds.",
         "",
         "| G | a forward pass, ms | double backward, ms per use | `frozen`, additional ms "
         "| `frozen`, relative to double backward | by hand, relative to double backward |",

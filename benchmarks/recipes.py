@@ -4,9 +4,10 @@
     python benchmarks/recipes.py laplacian  # measures only this page
 
 The programs of a page set their sizes in a line that ends in `# measured: ...`; this script
-replaces these sizes by the sizes in the comment. Each row runs in a separate process. The memory is
-the peak memory of the process during a step minus the memory before the step, after compilation in
-JAX. Methods are compared in pairs; time is the CPU time relative to the first method of the pair.
+replaces these sizes with the sizes in the comment. Each row runs in a separate process. The memory
+is the peak memory of the process during a step minus the memory before the step, after compilation
+in JAX. Methods are compared in pairs; time is the CPU time relative to the first method of the
+pair.
 """
 
 from __future__ import annotations

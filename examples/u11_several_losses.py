@@ -70,7 +70,7 @@ def show(gt, backend):
         apart < 1e-12,
     )
     apart = abs(float(value) - float(misfit(W, pairs(SENTENCES))))
-    claim(f"the error of its value is {apart:.1e}", apart < 1e-12)
+    claim(f"the error of the loss is {apart:.1e}", apart < 1e-12)
 
     both = gt.grad(lambda W: misfit(W, pairs(SENTENCES)) + roughness(W, None))(W)
     losses = gt.GradientAccumulator()

@@ -332,7 +332,7 @@ def main(platform: str) -> None:
             + ("; the peak memory is in parentheses." if platform == TPU else "."),
             *_operators(platform),
             *_section(
-                f"A gradient over chunks of {CHUNK} rows, {LAYERS} layers {FEATURES} wide",
+                f"A gradient over chunks of {CHUNK} rows, {LAYERS} layers of width {FEATURES}",
                 "chunks",
                 ((count, chunks(target, count)) for count in COUNTS),
             ),
@@ -345,7 +345,7 @@ def main(platform: str) -> None:
                 ((n, uses(target, n)) for n in DEPTHS),
             ),
             *_section(
-                f"A contrastive gradient, encoder of {LAYERS} layers {FEATURES} wide",
+                f"A contrastive gradient, encoder of {LAYERS} layers of width {FEATURES}",
                 "batch",
                 ((n, contrast(target, n)) for n in BATCHES),
             ),

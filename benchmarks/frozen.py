@@ -72,7 +72,7 @@ PARTS = HERE.parent / "out" / "frozen.jsonl"
 
 @dataclass(frozen=True)
 class Way:
-    """A computation of dg/dy: its function, its peak bytes, and its work in forward passes."""
+    """A computation of dg/dy: its function, its peak bytes, and its forward passes for each z_i."""
 
     run: Callable[[], Any]
     peak: int

@@ -152,7 +152,7 @@ def check(rows: list[Row]) -> None:
 
 
 def picture(found: list[list[Row]], name: str) -> None:
-    """Draws the ratios of gradtools to hand-written code for each operator: work, bytes, time."""
+    """Plots the ratios of gradtools to hand-written code for each operator: work, bytes, time."""
     import matplotlib
 
     matplotlib.use("svg")

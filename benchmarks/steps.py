@@ -61,7 +61,7 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "`vmap(grad)`": "each call derives the batched rule from the rule of one example; `gt.grad` "
     "intercepts each operation of f",
     "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
-    "8 Hessian products": "one more backward pass, which transposes the gradient",
+    "8 Hessian products": "one more backward pass, which transposes the pullback of the gradient",
     "`hvp` of a module": "the same as `value_and_grad(module)`",
     "a Gauss-Newton": "f is evaluated for each of the two linear maps",
     "`mixed_partial`": "a dual number has one tangent, so G is evaluated in forward mode for each "

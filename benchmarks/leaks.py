@@ -94,7 +94,7 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
         new = {k: after[k] - before[k] for k in more}
         more = {k: min(n, new[k] / calls) for k, n in more.items() if new[k] >= 3}
         if not more:
-            break  # the growth of earlier series came from warm-up
+            break  # the growth in earlier series was caused by warm-up
     return more
 
 

@@ -54,7 +54,7 @@ def show(gt, backend):
         xp.max(xp.abs(grads - plain)) < 1e-15,
     )
 
-    # A loss with these norms: each step should preserve the gradient's norm (Pascanu et al., 2013).
+    # Penalizes steps that do not preserve the norm of the gradient (Pascanu et al., 2013).
     def penalty(w):
         state = gt.retained_gradients(loss, (), has_aux=True)(w, xs)[2]["state"]
         norms = xp.sum(state**2, axis=(1, 2))

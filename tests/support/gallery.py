@@ -298,7 +298,7 @@ PICTURES = (
         "A second derivative through a frozen network",
         "The loss is a function of the derivative of y² G(z). Double backward would keep two "
         "graphs of G. With `frozen`, {kept} bytes are saved, and the backward pass runs G in "
-        "forward over reverse mode.",
+        "forward-over-reverse mode.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),

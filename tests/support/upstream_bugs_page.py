@@ -200,7 +200,7 @@ _OURS = {
 
 _HEAD = """# Wrong derivatives in the frameworks
 
-gradtools differentiates f as the framework does, and returns the framework's numbers.
+gradtools differentiates f as the framework does, and returns the framework's results.
 [`checked`](answers-for.md#check-the-rest) compares the derivatives of your program with finite
 differences and reports wrong derivatives.
 

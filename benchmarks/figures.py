@@ -124,7 +124,7 @@ def _of_frozen() -> str:
         peaks = [
             one["N = 64"]
             for way in ("gt.frozen", "double backward")
-            for one in rows("frozen.md", *of, way, under="Peak MB over")
+            for one in rows("frozen.md", *of, way, under="Peak MB by")
         ]
         times = [x for head in ("## Time", "## Depth: time") for x in _cells(head, *of)]
         work = [

@@ -475,7 +475,7 @@ def report(cells: list[Cell]) -> str:
     timed = [c for c in over_uses if c.uses in TIMED]
     sections = [
         (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
-        (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
+        (f"Peak MB by number of uses ({DEPTH} layers)", over_uses, megabytes),
         (f"Time relative to double backward ({DEPTH} layers)", timed, times),
         (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
         (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),

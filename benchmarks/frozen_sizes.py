@@ -131,7 +131,7 @@ def row(network: Network) -> str:
 
 def report() -> str:
     lines = [
-        f"# The time of frozen over the size of G, {datetime.date.today()}, Python "
+        f"# The time of frozen for several sizes of G, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {torch.__version__}",
         "",
         f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}), with {USES} uses of G, in "

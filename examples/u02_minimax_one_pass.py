@@ -42,7 +42,7 @@ def show(gt, backend):
         f"{evaluations() // 2} evaluations of the cost in {STEPS} steps", evaluations() == 2 * STEPS
     )
     claim(
-        f"the parameters differ from the result of manually flipped signs by {apart:.1e}",
+        f"the parameters differ from the result with manually flipped signs by {apart:.1e}",
         apart < 1e-12,
     )
     return {"values": values, "parameters": numbers}

@@ -109,7 +109,7 @@ def complex_affine(gt, backend):
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.conj().T @ ct, ct))
     claim(f"dL/dW = dL/dO Iᴴ, dL/dI = Wᴴ dL/dO, dL/db = dL/dO: {mine}", mine)
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.T @ ct, ct))
-    claim(f"with Wᵀ for Wᴴ: {mine}", not mine and mine.where.startswith("Ī"))
+    claim(f"with Wᵀ instead of Wᴴ: {mine}", not mine and mine.where.startswith("Ī"))
 
     _, pullback = gt.vjp(affine, *arrays)
     natively = [gt.to_numpy(g) for g in pullback(gt.asarray(ct))]

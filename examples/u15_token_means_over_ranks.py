@@ -3,7 +3,7 @@
 Each of two ranks accumulates gradients over three chunks, and one chunk contains only padding. The
 mean of all chunk means differs from the mean over tokens. The mean over ranks of each rank's token
 mean, which DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the
-sum over ranks and chunks by the number of all tokens. In PyTorch the ranks are two processes; in
+sum over ranks and chunks by the total number of tokens. In PyTorch the ranks are two processes; in
 JAX they are an axis of ``vmap``.
 """
 

@@ -223,7 +223,7 @@ def measured(name: str, backend: str, way: str) -> dict[str, float]:
 
 def apart(*row: str) -> dict[str, float]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # every large array is returned to the system when it is freed
+    # the memory of a large array is returned to the system when the array is freed
     env = {**os.environ, **threads, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--row", *row]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

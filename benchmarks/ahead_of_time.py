@@ -78,7 +78,7 @@ class Cost:
 
 @cache
 def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
-    """Returns the abstract devices of a board such as "2x2", for which XLA can compile programs."""
+    """Returns the abstract devices of a topology such as "2x2", for which XLA compiles programs."""
     if platform == TPU:
         described = topologies.get_topology_desc(f"v5e:{board}", platform=TPU)
     else:
@@ -97,7 +97,7 @@ class Target:
     dtype: Any = jnp.float32
 
     def array(self, *shape: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """Returns an abstract array on the first device, or with a sharding."""
+        """Returns an abstract array with the given sharding, by default on the first device."""
         here = sharding or SingleDeviceSharding(devices(self.platform)[0])
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=here)
 
@@ -107,7 +107,7 @@ class Target:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 
     def mesh(self, kind: AxisType, board: str) -> Mesh:
-        """Returns a mesh with one axis over the devices of a board."""
+        """Returns a mesh with one axis over the devices of a topology."""
         return Mesh(np.asarray(devices(self.platform, board)), ("d",), axis_types=(kind,))
 
 
@@ -166,7 +166,7 @@ def batch_loss(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks(target: Target, count: int) -> dict[str, Cost]:
-    """Returns the costs of a step over one chunk, and over `count` chunks by two methods."""
+    """Returns the costs of a step for one chunk, and of two methods for `count` chunks."""
     layers = target.array(LAYERS, FEATURES, FEATURES)
     x, one = (target.array(n * CHUNK, FEATURES) for n in (count, 1))
     in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0))
@@ -178,7 +178,7 @@ def chunks(target: Target, count: int) -> dict[str, Cost]:
 
 
 def depth(target: Target, layers: int) -> dict[str, Cost]:
-    """Returns the costs of a mixed partial through `layers` layers, by two methods."""
+    """Returns the costs of `mixed_partial` and of double backward through `layers` layers."""
     f = lambda y, g: ((y * g) ** 2).sum()
     w = target.array(layers, FEATURES, FEATURES)
     rows = [target.array(CHUNK, FEATURES) for _ in range(3)]
@@ -200,7 +200,7 @@ USES = 64
 
 
 def uses(target: Target, layers: int) -> dict[str, Cost]:
-    """Returns the costs of differentiating all 64 df/dz_i with respect to y, by two methods."""
+    """Returns the costs of two methods that differentiate 64 df/dz_i with respect to y."""
     w = target.array(layers, FEATURES, FEATURES)
     y, zs = target.array(FEATURES), target.array(USES, 128, FEATURES)
 
@@ -235,7 +235,7 @@ def contrastive(
 
 
 def contrast(target: Target, batch: int) -> dict[str, Cost]:
-    """Returns the costs of a contrastive step with an encoder of 16 layers, by three methods."""
+    """Returns the costs of three methods for a contrastive step with an encoder of 16 layers."""
 
     def dense(a: Any, b: Any) -> Any:
         scores = (a @ b.T).astype(jnp.float32)
@@ -328,11 +328,11 @@ def main(platform: str) -> None:
         [
             f"# Compiled for {NAMES[platform]} ahead of time, {datetime.date.today()}, {versions}",
             "",
-            "Megabytes of temporaries, without arguments and results"
+            "Memory is the size of temporaries in MB, without arguments and results"
             + ("; the peak memory is in parentheses." if platform == TPU else "."),
             *_operators(platform),
             *_section(
-                f"A gradient over chunks of {CHUNK} rows, {LAYERS} layers {FEATURES} wide",
+                f"A gradient over chunks of {CHUNK} rows, {LAYERS} layers of width {FEATURES}",
                 "chunks",
                 ((count, chunks(target, count)) for count in COUNTS),
             ),
@@ -345,7 +345,7 @@ def main(platform: str) -> None:
                 ((n, uses(target, n)) for n in DEPTHS),
             ),
             *_section(
-                f"A contrastive gradient, encoder of {LAYERS} layers {FEATURES} wide",
+                f"A contrastive gradient, encoder of {LAYERS} layers of width {FEATURES}",
                 "batch",
                 ((n, contrast(target, n)) for n in BATCHES),
             ),

@@ -143,7 +143,7 @@ def main() -> None:
     for size in SIZES:
         for what, variants in rows_of(size).items():
             lines += row(f"{what}, {size} x {size}", variants)
-    lines += ["", "The next table shows a compiled gradient that several threads call at once.", ""]
+    lines += ["", "The next table counts calls of a compiled gradient from several threads.", ""]
     text = "\n".join([*lines, *threads()]) + "\n"
     print(text)
     (pathlib.Path(__file__).parent / "results" / "bridge.md").write_text(text, encoding="utf-8")

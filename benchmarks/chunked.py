@@ -476,7 +476,7 @@ def main() -> None:
         *table([*heads[:5], f"times {ACCUMULATED}", heads[6]]),
         *rows("JAX", alone),
         "",
-        "## Peak MB over the number of chunks",
+        "## Peak MB by number of chunks",
         "",
         *table(["method", *(str(count) for count in COUNTS)]),
         *(f"| {name} | {' | '.join(f'{x / 1e6:.1f}' for x in xs)} |" for name, xs in over.items()),

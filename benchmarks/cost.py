@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 @dataclass
 class Row:
-    """A method of an operator: its counted costs, and its seconds in each round."""
+    """An implementation of an operator, with its counted costs and its seconds in each round."""
 
     backend: str
     operator: str
@@ -113,7 +113,7 @@ def ratio(row: Row, base: Row) -> float:
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """Yields the row of an operator: gradtools, hand-written code, then other packages."""
+    """Yields an operator's table row: gradtools, hand-written code, then other packages."""
     ours, hand, *peers = rows
     others = ", ".join(
         f"{p.way}: {p.flops / 1e6:.2f} MFLOP, {p.peak / 1e3:.0f} kB, {ratio(p, hand):.2f}"
@@ -152,7 +152,7 @@ def check(rows: list[Row]) -> None:
 
 
 def picture(found: list[list[Row]], name: str) -> None:
-    """Draws the ratios of gradtools to hand-written code for each operator: work, bytes, time."""
+    """Plots the ratios of gradtools to hand-written code for each operator: work, bytes, time."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -209,8 +209,8 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
         "",
         "Some operators do more than the hand-written code: `frozen` computes the inner function "
         "once more and does not keep its graph; `clip_gradient` first divides by the largest "
-        "entry, so that the norm cannot overflow; `hvp` in mode forward over reverse and "
-        "`chunked` in PyTorch use one more buffer.",
+        "entry, so that the norm cannot overflow; `hvp` with forward over reverse "
+        "and `chunked` use one more buffer in PyTorch.",
         "",
         "The table does not contain: " + "; ".join(left) + ".",
         "",

@@ -47,7 +47,7 @@ def loss(w: Any, x: Any) -> Any:
 
 
 def edited(edit: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns the gradient of the loss with respect to w, with a gradient edit after the layer."""
+    """Returns a function for d loss / dw, with a gradient edit after the layer."""
     f = lambda w, x: (edit(layer(w, x)) ** 2).sum()
     return lambda w, v, x, t, small: jax.grad(f)(w, x)
 

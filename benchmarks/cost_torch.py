@@ -55,7 +55,7 @@ class Point:
 
 
 def graded(f: Callable[..., Any], *xs: Any, create: bool = False) -> Any:
-    """Returns the value of f, its gradients by autograd, and the differentiated aliases of xs."""
+    """Returns the value of f, the gradients, and the aliases of xs that require grad."""
     aliases = [x.detach().requires_grad_() for x in xs]
     out = f(*aliases)
     return out, torch.autograd.grad(out, aliases, create_graph=create), aliases
@@ -344,7 +344,7 @@ def _memory(at: Point) -> dict[str, Ways]:
     G = lambda z: at.layer(v, at.layer(v, z))
 
     def slopes(G: Callable[..., Any]) -> Callable[[], Any]:
-        """Returns a function that differentiates the sum of squares of d/dz with respect to w."""
+        """Returns a function that differentiates |d loss / dz|^2 with respect to w."""
 
         def run() -> Any:
             weights, z = w.detach().requires_grad_(), x.detach().requires_grad_()

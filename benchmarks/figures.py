@@ -44,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """Returns a cell for PyTorch and a cell for JAX, each from the row that contains `holding`."""
+    """Returns a cell for PyTorch and one for JAX, each from the row with the cells `holding`."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)
@@ -53,14 +53,14 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 
 def table(page: Path) -> str:
-    """Returns the table of a page in Markdown. README.md has only the first rows."""
+    """Returns the table of a page in Markdown. README.md contains only the first rows."""
     if page == FROZEN:
         return _of_frozen()
     return f"{_of_all(page)}\n\n{_of_steps()}" if page == MEASURED else _of_all(page)
 
 
 def _of_steps() -> str:
-    """Returns the rows of steps.md, with the figures from before the optimization."""
+    """Returns the table of steps.md below a caption."""
     found = [row for row in rows("steps.md", under="# Steps") if row["work"] != "---"]
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]
@@ -68,7 +68,9 @@ def _of_steps() -> str:
         "The next table compares gradtools with hand-written code or with another package. The "
         "figures are ratios of CPU times, unless the row names another quantity. "
         f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
-        "[steps](../benchmarks/results/steps.md#floors) lists the operations and calls.",
+        "[steps](../benchmarks/results/steps.md#floors) lists the numbers of operations "
+        "and Python calls. The column *before* shows the figures at the time when the goals were "
+        "set.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",
@@ -122,7 +124,7 @@ def _of_frozen() -> str:
         peaks = [
             one["N = 64"]
             for way in ("gt.frozen", "double backward")
-            for one in rows("frozen.md", *of, way, under="Peak MB over")
+            for one in rows("frozen.md", *of, way, under="Peak MB by")
         ]
         times = [x for head in ("## Time", "## Depth: time") for x in _cells(head, *of)]
         work = [

@@ -1,13 +1,13 @@
 """Compares methods for second derivatives through a frozen network: work, peak bytes, time.
 
-The loss is g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is computed. G is a dense network,
-a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages; for JAX,
-bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
+The programs compute dg/dy of a loss g(df/dz_1, ..., df/dz_N) for f(y, G(z_i)). G is a dense
+network, a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages;
+for JAX, bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
 `jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
 layers take several milliseconds; frozen_sizes.py measures smaller networks.
 
-Each pair of framework and model is one job. The jobs run in two processes; --jobs=N sets another
-number. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
+Each pair of framework and model is one job. The jobs run in two processes, or in N processes with
+--jobs=N. Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run
 can be continued. With --report, the program writes the measurements so far, with a dash for a
 missing cell. With --quick, the program uses small sizes and few rounds, and writes nothing. All
 measurements take about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
@@ -51,7 +51,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.live_bytes import LiveBytes  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # limits of the rounds and CPU seconds
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # limits on rounds and CPU seconds
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 TIMED = USES[:3]  # with more uses, times are not measured
@@ -72,7 +72,7 @@ PARTS = HERE.parent / "out" / "frozen.jsonl"
 
 @dataclass(frozen=True)
 class Way:
-    """A computation of dg/dy: its function, its peak bytes, and its work in forward passes."""
+    """A computation of dg/dy: its function, its peak bytes, and its forward passes for each z_i."""
 
     run: Callable[[], Any]
     peak: int
@@ -398,7 +398,7 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """Returns each cell's depth and number of z_i, and whether the table over z_i contains it."""
+    """Returns each cell's depth and number of z_i, and whether it is in the table over z_i."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 
@@ -475,7 +475,7 @@ def report(cells: list[Cell]) -> str:
     timed = [c for c in over_uses if c.uses in TIMED]
     sections = [
         (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
-        (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
+        (f"Peak MB by number of uses ({DEPTH} layers)", over_uses, megabytes),
         (f"Time relative to double backward ({DEPTH} layers)", timed, times),
         (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
         (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),
@@ -485,10 +485,11 @@ def report(cells: list[Cell]) -> str:
         f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {version('torch')}, jax {version('jax')}",
         "",
-        "The programs compute dg/dy for g(df/dz_1, ..., df/dz_N) and f(y, G(z_i)), in float32 on "
-        f"one CPU thread. The batch of the dense network has {CODES['dense'][0]} rows of width "
-        f"{CODES['dense'][1]}. The batch of the convolutional network has "
-        f"{CODES['convolutional'][0]} images of {SIDE} x {SIDE} pixels and {CHANNELS} channels. "
+        "The programs compute dg/dy for g(df/dz_1, ..., df/dz_N) and f(y, G(z_i)), with N uses of "
+        "G, in float32 on one CPU thread. The batch of the dense network has "
+        f"{CODES['dense'][0]} rows of width {CODES['dense'][1]}. The batch of the convolutional "
+        f"network has {CODES['convolutional'][0]} images of {SIDE} x {SIDE} pixels and "
+        f"{CHANNELS} channels. "
         f"The batch of the transformer has {CODES['transformer'][0]} x {CODES['transformer'][1]} "
         f"tokens of width {CODES['transformer'][2]}; attention consists of matrix products. The "
         "peak is the memory of live storages in PyTorch, and the temporaries of the compiled "

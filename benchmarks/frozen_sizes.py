@@ -131,12 +131,13 @@ def row(network: Network) -> str:
 
 def report() -> str:
     lines = [
-        f"# The time of frozen over the size of G, {datetime.date.today()}, Python "
+        f"# The time of frozen for several sizes of G, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {torch.__version__}",
         "",
-        f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}) in float32 on one thread. "
-        f"Times are medians of CPU seconds over {ROUNDS} rounds. Each round runs each method once, "
-        "in an order that rotates. The time of a forward pass is the minimum over the rounds.",
+        f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}), with {USES} uses of G, in "
+        f"float32 on one thread. Times are medians of CPU seconds over {ROUNDS} rounds. Each round "
+        "runs each method once, in an order that rotates. The time of a forward pass is the "
+        "minimum over the rounds.",
         "",
         "| G | a forward pass, ms | double backward, ms per use | `frozen`, additional ms "
         "| `frozen`, relative to double backward | by hand, relative to double backward |",

@@ -2,8 +2,8 @@
 
 G has 24 dense layers of width 64 and is called four times, with 64 rows in float64. The layers are
 unrolled or in a scan, and the z_i are processed in a Python loop or in `jax.lax.map`. The table
-contains the bytes of temporaries of the compiled program of dg/dy, and XLA's count of operations
-for programs without loops. The last lines show the memory of each additional z_i if the derivatives
+contains the bytes of temporaries of the compiled program for dg/dy, and XLA's operation count for
+programs without loops. The last lines show the memory of each additional z_i if the derivatives
 with respect to the z_i are also computed.
 """
 
@@ -78,8 +78,8 @@ def main() -> None:
             print(f"| {where}, z_i in {name} | {' | '.join(cells)} |", flush=True)
     frozen, plain = along_z(gt.frozen), along_z(lambda G: G)
     print(
-        "\nmemory per additional z_i with derivatives for y and z_i, layers in `scan`, z_i in "
-        f"`jax.lax.map`: {frozen}"
+        "\nmemory per additional z_i with derivatives with respect to y and z_i, layers in `scan`, "
+        f"z_i in `jax.lax.map`: {frozen}"
     )
     print(f"with `frozen`, {plain} with double backward")
 

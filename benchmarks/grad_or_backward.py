@@ -1,4 +1,4 @@
-"""Measures the results in docs/grad-or-backward.md: backward passes, zero gradients, data races.
+"""Measures the figures in docs/grad-or-backward.md: backward passes, zero gradients, data races.
 
 The counted work and the optimizer steps are the same in each run. The results of races vary, so the
 table shows the minimum and the maximum of several runs.
@@ -37,7 +37,7 @@ def backward_work() -> tuple[float, float]:
 
 
 def moved_by_zeros(optimizer: type[torch.optim.Optimizer], **options: float) -> float:
-    """Returns the change of a weight by a step with gradient 0, after a step with gradient 1."""
+    """Returns the change of a weight in a step with gradient 0, after a step with gradient 1."""
     w = torch.nn.Parameter(torch.ones(1))
     steps = optimizer([w], lr=0.1, **options)
     w.grad = torch.ones(1)

@@ -126,9 +126,9 @@ def main() -> None:
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
         f"The kernel is np.exp in float32. Times are minimum CPU times over {ROUNDS} "
-        "interleaved rounds. The hand-written code is a torch.autograd.Function around .numpy() "
-        "without vmap, forward mode, second derivatives and checks, and jax.pure_callback with "
-        "jax.custom_vjp around it.",
+        "interleaved rounds. In PyTorch, the hand-written code is a torch.autograd.Function that "
+        "calls .numpy(), without vmap, forward mode, second derivatives or checks; in JAX, it is a "
+        "jax.custom_vjp around jax.pure_callback.",
         "",
         "| measurement | variant | microseconds | relative to hand-written |",
         "|---|---|---|---|",

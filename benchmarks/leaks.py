@@ -8,7 +8,7 @@ tests/support/every_operator.py. In PyTorch each call creates the operator from 
 is the worst case for caches. In JAX the operator is created once, because eager JAX keeps programs
 that it compiled for new functions (measured by tests/house/test_leaks.py).
 
-A run measures the operators in the order of their cost, each for at most --seconds, and stores the
+A run measures the operators in order of increasing cost, each for at most --seconds, and stores the
 results in out/leaks.jsonl, so an interrupted run can be continued. A second process with
 --costly-first can start with the most expensive operators. With --report, the program only writes
 results/leaks.md.
@@ -94,7 +94,7 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
         new = {k: after[k] - before[k] for k in more}
         more = {k: min(n, new[k] / calls) for k, n in more.items() if new[k] >= 3}
         if not more:
-            break  # earlier growth came from warm-up
+            break  # the growth in earlier series was caused by warm-up
     return more
 
 
@@ -177,7 +177,7 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
     yield ""
     yield (
-        "The table shows the counts before many calls of an operator, and the growth after these "
+        "The table shows the counts before many calls of an operator, and the growth in these "
         "calls. In PyTorch each call creates the operator from new functions; in JAX the operator "
         "is created once. In JAX, `mixed_partial`, `straight_through`, a jvp rule and a second "
         "derivative of `frozen` leave one object per call: a dead weak reference in JAX's caches, "
@@ -202,7 +202,7 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
     full = sum(r.calls >= CALLS for r in runs)
     yield (
         f"{len(runs)} uses were measured, {full} of them with at least {CALLS:,} calls; the table "
-        f"shows the number of calls. The number of uses with a count that grew is {grew}."
+        f"shows the number of calls. A count grew in {grew} of these uses."
     )
     if lost:
         yield f"These uses were not measured: {', '.join(lost)}."

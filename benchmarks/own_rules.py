@@ -57,7 +57,7 @@ class _ExpInTwoSteps(torch.autograd.Function):
 
 
 class _ExpBothModes(torch.autograd.Function):
-    """Implements exp with the features of a custom rule: all modes, vmap and torch.func."""
+    """Implements exp with the features of a custom rule: both modes, vmap and torch.func."""
 
     generate_vmap_rule = True
 

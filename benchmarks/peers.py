@@ -147,7 +147,7 @@ def jvps_in_jax() -> dict[str, Any]:
 
 
 def batch() -> tuple[Any, Any]:
-    """Returns ten sentences of five tokens for each rank, and the mask of present tokens."""
+    """Returns ten sentences of five positions for each rank, and a mask that is 0 at padding."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 6, size=(RANKS, 10))
     lengths[1] //= 2
@@ -167,7 +167,7 @@ def means() -> Iterator[str]:
         found = jax.vmap(means_in_jax, axis_name="rank")(jnp.asarray(x), jnp.asarray(there))
         found = {name: np.asarray(g)[0] for name, g in found.items()}
     off = lambda g: np.linalg.norm(g - exact) / np.linalg.norm(exact)
-    yield "| framework | method, two ranks of three unequal steps | off by |\n|---|---|---|"
+    yield "| framework | method, two ranks with three unequal steps each | off by |\n|---|---|---|"
     for name, g in means_in_torch().items():
         yield f"| PyTorch | {name} | {off(g):.1e} |"
     for name, g in found.items():

@@ -4,9 +4,10 @@
     python benchmarks/recipes.py laplacian  # measures only this page
 
 The programs of a page set their sizes in a line that ends in `# measured: ...`; this script
-replaces these sizes by the measured sizes. Each row runs in a separate process. The memory is the
-peak memory of the process during a step minus the memory before the step, after compilation in JAX.
-Methods are compared in pairs; time is the CPU time relative to the first method of the pair.
+replaces these sizes with the sizes in the comment. Each row runs in a separate process. The memory
+is the peak memory of the process during a step minus the memory before the step, after compilation
+in JAX. Methods are compared in pairs; time is the CPU time relative to the first method of the
+pair.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def measured(name: str, backend: str, way: str) -> dict[str, float]:
 
 def apart(*row: str) -> dict[str, float]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # every large array is returned to the system when it is freed
+    # the memory of a large array is returned to the system when the array is freed
     env = {**os.environ, **threads, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--row", *row]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -3,10 +3,11 @@
     python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
-A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the
-row names another quantity. "Before" is the figure before the optimization. For each row whose
+A figure is the median CPU time over interleaved runs, divided by the peer's time, unless the row
+names another quantity. "Before" is the figure at the time when the goal was set. For each row whose
 figure exceeds its goal, the operations and Python calls of one run of gradtools and of the peer are
-counted. The last table shows microseconds per leaf, chunk and rule as their number grows.
+counted. The last table shows microseconds per leaf, chunk, rule or call for programs of growing
+size.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ FLOORS = {  # the additional work of gradtools, keyed by the beginning of the ro
     "`chunked`": "the first pass records the graph of each chunk to find its leaves (the "
     "hand-written code runs under `no_grad`); random generators, buffers and modes are saved and "
     "restored",
-    "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule for "
-    "both modes and all orders runs in Python",
+    "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule runs "
+    "in Python, to support both modes and all orders",
     "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "
-    "infinity becomes NaN; the autograd node of a rule for every transform runs in Python",
-    "200 `clip_gradient` by value": "the autograd node of a rule for every transform runs in "
-    "Python",
+    "infinity becomes NaN; the autograd node of a rule runs in Python, to support all transforms",
+    "200 `clip_gradient` by value": "the autograd node of a rule runs in Python, to support all "
+    "transforms",
     "`vmap(grad)`": "each call derives the batched rule from the rule of one example; `gt.grad` "
     "intercepts each operation of f",
     "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
-    "8 Hessian products": "one more backward pass, which transposes the gradient",
+    "8 Hessian products": "one more backward pass, which transposes the pullback of the gradient",
     "`hvp` of a module": "the same as `value_and_grad(module)`",
     "a Gauss-Newton": "f is evaluated for each of the two linear maps",
     "`mixed_partial`": "a dual number has one tangent, so G is evaluated in forward mode for each "
     "of the 4 directions, at about twice the cost of G, from the same random state; no graph of G "
     "is stored",
     "forward Jacobian": "arguments and outputs are checked",
-    "per-example": "the gradients of 64 examples are computed and stored; their norms "
-    "alone need no such storage",
+    "per-example": "the gradients of 64 examples are computed and stored; to compute only their "
+    "norms, the gradients need not be stored",
     "`formula`": "f is evaluated five times: once to record it, and four times to compare it with "
     "the formula (at three random points and at the arguments)",
     "JAX: trace of a `clip": "a norm that cannot overflow, and that preserves NaN and zero",
@@ -112,7 +113,7 @@ def main() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keeps freed memory in the process, so that page faults do not disturb the times."""
+    """Keeps freed memory in the process, so that page faults do not affect the times."""
     if sys.platform == "linux":
         trim, mapped = (-1, 1 << 30), (-3, 1 << 25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         for name, size in (trim, mapped):

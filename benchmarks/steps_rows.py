@@ -20,7 +20,7 @@ class Row:
     Attributes:
         work: A description of the measured work.
         peer: A description of the code to which gradtools is compared.
-        before: The figure before the optimization.
+        before: The figure at the time when the goal was set.
         goal: The largest acceptable figure, or None if there is no goal.
         ours: Runs the work with gradtools; without a peer, returns the figure.
         theirs: Runs the work of the peer.

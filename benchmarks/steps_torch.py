@@ -666,7 +666,7 @@ PARTS = (small, jacobians, modules, chunks, recomputed, edits, rules, second_ord
 
 
 def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
-    """Yields a name, a function from n to a program, and the number of leaves or calls."""
+    """Yields a name, a function from n to a program, and each n's number of leaves or calls."""
     rule = gt.custom_rule(torch.sin)
     rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (ct * torch.cos(x),))
     x = torch.randn(512, 4)

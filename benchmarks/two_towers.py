@@ -1,10 +1,10 @@
 """Compares `chunked` with sentence-transformers' cached loss in several precisions.
 
-The step is the training step of example u06: MiniLM encodes queries and documents, and symmetric
-InfoNCE compares the whole batch. In PyTorch the step runs under `torch.autocast` with its default
-cache of cast weights, and float16 uses a GradScaler. In JAX the float32 parameters are cast inside
-the encoder. In both frameworks the loss is computed from the embeddings in float32, without
-dropout.
+The step is the training step of example u06: MiniLM encodes queries and documents, and the loss is
+the symmetric InfoNCE of the whole batch. In PyTorch the step runs under `torch.autocast` with its
+default cache of cast weights, and float16 uses a GradScaler. In JAX the float32 parameters are cast
+inside the encoder. In both frameworks the encoder runs without dropout, and the loss is computed
+from the embeddings in float32.
 """
 
 from __future__ import annotations
@@ -242,16 +242,16 @@ def main() -> None:
         f"One step of examples/u06 runs MiniLM on {BATCH} queries and {BATCH} documents of "
         f"{LENGTH} tokens in chunks of {CHUNK}, without dropout, on one CPU thread. In PyTorch the "
         "whole step, including the backward pass, runs under `torch.autocast`; in some rows, only "
-        "the loss runs under `torch.autocast`. float16 uses a GradScaler. In JAX the float32 "
-        "parameters are cast in f. "
+        "the forward pass runs under `torch.autocast`. float16 uses a GradScaler. In JAX the "
+        "float32 parameters are cast in the encoder. "
         f"The loss in float64 is {loss:.6f}.",
         "",
         *table(heads),
         *rows(found, exact),
         "",
         "The error of a gradient is the largest difference divided by the largest entry of a "
-        "layer, for the layer with the largest error. Gradients are compared with the plain step "
-        "in the same precision and framework, and with the plain step in float64 in PyTorch. The "
+        "layer, for the layer with the largest error. Gradients are compared with the gradients of "
+        "two plain steps: in the same precision and framework, and in float64 in PyTorch. The "
         "peak is the memory of live storages in PyTorch, including gradients, and the temporaries "
         "of the compiled program in JAX. Times are minimum CPU seconds over "
         f"{ROUNDS} interleaved rounds.",

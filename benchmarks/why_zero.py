@@ -1,4 +1,4 @@
-"""Compares the time of `why_zero` with a forward pass, for a transformer of twelve layers.
+"""Compares the times of `why_zero` and of a forward pass, for a transformer of twelve layers.
 
 Each row is measured in a new process. The program measures the first call of `why_zero` and the
 median of later calls, and measures the forward pass in the same way. The loss "dead" is clipped to

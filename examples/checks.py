@@ -134,7 +134,7 @@ def live_bytes(step, *args):
 
 
 def peak_bytes():
-    """Returns a context manager whose attribute `most` is the maximum of live PyTorch bytes."""
+    """Returns a context manager whose attribute `most` is the peak of live PyTorch bytes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

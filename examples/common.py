@@ -50,13 +50,13 @@ def flat(gt: Any, tree: Any) -> np.ndarray:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference relative to the largest number of b, or inf for NaN."""
+    """Returns max |a - b| / max |b|, or inf if this number is not finite."""
     found = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-300))
     return found if np.isfinite(found) else float("inf")
 
 
 def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Returns functions to record an evaluation (also in compiled code) and to read the count."""
+    """Returns a function that records an evaluation and a function that returns the count."""
     calls: list[None] = []
     note = lambda: calls.append(None)
     if backend == "torch":

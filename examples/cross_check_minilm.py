@@ -325,7 +325,7 @@ def main():
     model = torch_encoder(arrays, LAYERS)
     copy, mapping = port(model, LAYERS, inputs)
     count = sum(x.size for x in arrays.values())
-    claim(f"{len(mapping.entries)} arrays of {count:,} numbers are paired by name", True)
+    claim(f"{len(mapping.entries)} arrays with {count:,} numbers in total are paired by name", True)
 
     report = first_divergence(model, copy, inputs, mapping)
     claim(f"by operation: {report.summary()}", report)

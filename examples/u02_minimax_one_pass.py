@@ -42,7 +42,7 @@ def show(gt, backend):
         f"{evaluations() // 2} evaluations of the cost in {STEPS} steps", evaluations() == 2 * STEPS
     )
     claim(
-        f"the parameters differ from the result of manually flipped signs by {apart:.1e}",
+        f"the parameters differ from the result with manually flipped signs by {apart:.1e}",
         apart < 1e-12,
     )
     return {"values": values, "parameters": numbers}
@@ -58,7 +58,7 @@ def train_torch(gt, gradient):
         )
     pure = {name: gt.make_functional(net) for name, net in nets.items()}
     layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
-    params = [pure[name][1] for name in "ABC"]  # aliases, which the optimizer updates
+    params = [pure[name][1] for name in "ABC"]  # aliases of the trained parameters
     down = torch.optim.Adam([*nets["A"].parameters(), *nets["B"].parameters()], lr=RATE)
     up = torch.optim.Adam(nets["C"].parameters(), lr=RATE)
 

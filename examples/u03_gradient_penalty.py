@@ -6,7 +6,7 @@ The data are samples of eight Gaussians on a circle. The critic D(w, x) minimize
 
 where dD/dx is evaluated at points between real and fake samples (WGAN-GP: Gulrajani et al.,
 Improved training of Wasserstein GANs, 2017). ``gt.per_example_grad`` computes dD/dx for each point,
-and ``gt.grad`` differentiates it again with respect to w. The generator minimizes -mean D(fake).
+and ``gt.grad`` differentiates the penalty with respect to w. The generator minimizes -mean D(fake).
 
 ``gt.frozen`` saves no memory here: it treats parameters as constants, but the critic's parameters
 are trained. If the parameters are passed as arguments, their derivatives are exact, but the second

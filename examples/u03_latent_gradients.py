@@ -32,7 +32,7 @@ GROUP, NOISE = 8, 0.7  # Number of codes in each z_i, and the scale of their noi
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
 DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # Numbers of layers, and their width.
-BYTES = {}  # Measurements for the picture: lists by (x axis, backend, method).
+BYTES = {}  # Measurements for the picture: lists indexed by (x axis, backend, method).
 
 
 def show(gt, backend):
@@ -74,7 +74,7 @@ def f(gt, y, images):
 
 
 def g(gt, slopes, zs, x):
-    """Returns the contrastive loss of codes after an energy step, against clean codes x."""
+    """Returns the contrastive loss between codes after an energy step and clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
     logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a constant per row
@@ -97,7 +97,7 @@ def ways(gt):
 
 
 def adam(gradient, params, batches, rate, what):
-    """Returns the losses of the steps, and the last parameters."""
+    """Runs Adam; returns the loss of each step, and the final parameters."""
     losses, means = [], {name: (0 * x, 0 * x) for name, x in params.items()}
     for k, batch in enumerate(progress(batches, what), 1):
         value, grads = gradient(params, *batch)
@@ -210,7 +210,7 @@ def decoder_weights(gt):
 
 
 def some_codes(weights, gt, count):
-    """Returns the codes of the first digits, clean and with noise: arrays (count, GROUP, CODE)."""
+    """Returns clean and noisy codes of the first digits, each of shape (count, GROUP, CODE)."""
     images = gt.asarray(load_digits(return_X_y=True)[0][: count * GROUP] / 16)
     codes = gt.to_numpy(encoder(gt, weights, images)).reshape(count, GROUP, CODE)
     return codes, codes + np.random.default_rng(2).normal(scale=NOISE, size=codes.shape)
@@ -309,12 +309,12 @@ def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
 
 
 def draw():
-    """Draws the measurements of all backends so far to out/frozen.png."""
+    """Plots the measurements of all backends so far, and saves the picture as out/frozen.png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, independent of the user's settings
+    FigureCanvasAgg(figure)  # opens no window, regardless of the user's settings
     left, right = figure.subplots(1, 2)
     colours = {"frozen": "#22688c", "double backward": "#b8542c"}
     panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}

@@ -2,9 +2,9 @@
 
 Light that passes through a circular hole forms rings. The brightness at the angle s is
 (2 J1(as) / as)^2, where a is 2 pi times the hole's radius in wavelengths. Neither framework
-differentiates J1 to every order, but SciPy computes J_v. Since J_v' = (J_{v-1} - J_{v+1}) / 2, the
-rule of J_v calls J_v again, so derivatives of every order and mode exist. Newton's method with the
-full Hessian estimates radius, brightness and background from noisy rings.
+differentiates J1 to all orders, but SciPy computes J_v. Since J_v' = (J_{v-1} - J_{v+1}) / 2, the
+rule of J_v calls J_v again, so J_v is differentiable to any order in both modes. Newton's method
+with the full Hessian estimates radius, brightness and background from noisy rings.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ STEPS = 8
 
 
 def bessel(gt):
-    """Returns the function J_v(x) of an integer v and x, differentiable in x at any order."""
+    """Returns the function J_v(x) of an integer v and x, differentiable to any order in x."""
     jv = gt.host_function(lambda v, x: special.jv(v, x), out=lambda v, x: x, vectorized=True)
 
     def bwd(res, ct):

@@ -2,9 +2,9 @@
 
 The recurrence y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer.
 The C kernel computes the recurrence in a loop. The backward pass applies the transposed recurrence,
-which is the same loop in reverse order. The rule of each kernel calls the other kernel, so
-derivatives of every order exist. Newton's method estimates how the leakage of a reservoir depends
-on the temperature, from measurements of the water level.
+which is the same loop in reverse order. The rule of each kernel calls the other kernel, so the
+function is differentiable to any order. Newton's method estimates how the leakage of a reservoir
+depends on the temperature, from measurements of the water level.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ TRUE = np.array([1.5, -0.8])
 
 
 def kernels():
-    """Returns the two C functions as functions of NumPy arrays, with leading batch axes."""
+    """Returns the two C functions as functions of NumPy arrays that accept leading batch axes."""
     library = ctypes.CDLL(str(c_library("recurrence")))
     array = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
 
@@ -39,7 +39,7 @@ def kernels():
 
 
 def recurrence(gt):
-    """Returns the function (a, x) -> y, differentiable in both arguments at any order."""
+    """Returns the function (a, x) -> y, differentiable to any order in both arguments."""
     run, back = (gt.host_function(kernel, vectorized=True) for kernel in kernels())
     before = lambda y: gt.xp.concat((gt.xp.zeros_like(y[:1]), y[:-1]))  # y_{t-1}
 

@@ -153,7 +153,7 @@ def plain_torch(ours):
 
 
 def plain_jax(ours):
-    """Shows that a rule of sinh, implemented with jax.custom_vjp, has no forward mode."""
+    """Shows that a rule for sinh, implemented with jax.custom_vjp, has no forward mode."""
     import jax
 
     sinh = jax.custom_vjp(lambda x: (jax.numpy.exp(x) - jax.numpy.exp(-x)) / 2)

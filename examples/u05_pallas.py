@@ -1,7 +1,7 @@
 """Defines the derivative of a Pallas kernel in JAX and of a custom op in PyTorch.
 
 The program defines log(sum(exp(row))) and its derivative, softmax, as fused kernels. In JAX, both
-functions are Pallas kernels, which run in interpreted mode on every processor. In PyTorch, each
+functions are Pallas kernels, which run in interpret mode on every platform. In PyTorch, each
 function is a ``torch.library.custom_op``, which may call a Triton or CUDA kernel. Neither framework
 differentiates these kernels in reverse mode. A ``gt.custom_rule`` around the kernel supports every
 order and mode.
@@ -33,7 +33,7 @@ def log_sum_exp(gt, backend):
 
 
 def pallas_kernels():
-    """Returns both kernels in Pallas."""
+    """Returns both functions as Pallas kernels."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas

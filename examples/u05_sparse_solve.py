@@ -3,9 +3,9 @@
 x solves A x = b with a sparse A, given by its values, rows and columns. Let c be the cotangent of
 x, and let lambda solve A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value
 at (i, j) is -lambda_i x_j. The tangent dx solves A dx = db - dA x. A^T is A with exchanged rows and
-columns, so both rules call the solver again and are valid at any order. On a square with cold
-walls, the program estimates k in -div(k grad u) = f from u, by a trust-region method with Hessian
-products.
+columns, so both rules call the solver again, which makes the solver differentiable to any order. On
+a square with cold walls, the program estimates k in -div(k grad u) = f from u, by a trust-region
+method with Hessian products.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ SIDE = 5
 
 
 def sparse_solver(gt, backend):
-    """Returns the solver as a function that is differentiable in values and b at any order."""
+    """Returns the solver as a function that is differentiable to any order in values and b."""
 
     def kernel(values, rows, columns, b):
         return splu(csc_array((values, (rows, columns)), shape=(b.size, b.size))).solve(b)

@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Compares gradients in chunks of 4 with the full batch, without dropout and in float64."""
+    """Compares the gradients with and without chunks of 4, in float64 and without dropout."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(

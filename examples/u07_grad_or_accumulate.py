@@ -87,7 +87,7 @@ def buffers_torch(gt, params):
 
 
 def buffers_jax(gt, params):
-    """Returns params, and functions that read and replace a dictionary of buffer arrays."""
+    """Returns params, and functions that read and add to a dictionary of buffer arrays."""
     buffer = {name: 0 * x for name, x in params.items()}
     read = lambda name: gt.to_numpy(buffer[name])
     return params, read, lambda grads: buffer.update(gt.accumulate_gradients(buffer, grads))

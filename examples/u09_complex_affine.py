@@ -3,8 +3,8 @@
     dL/dI = W^H dL/dO        dL/dW = dL/dO I^H        dL/db = the sum of dL/dO over the batch
 
 The formula is checked with complex arrays and with pairs of real arrays, where (a + ib)(c + id) =
-(ac - bd) + i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so that
-`z - rate * grad` descends. Native ``jax.grad`` returns the conjugate of this gradient.
+(ac - bd) + i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so the step
+`z - rate * grad` decreases L. Native ``jax.grad`` returns the conjugate of this gradient.
 """
 
 import numpy as np
@@ -52,7 +52,7 @@ def show(gt, backend):
 
     at = lambda W: float(loss(gt.asarray(W @ I + b), gt.asarray(wanted)))
     before, after = at(W), at(W - 1e-5 * gW)
-    claim(f"a step along -dL/dW descends: {before:.2f} to {after:.2f}", after < before)
+    claim(f"a step along -dL/dW reduces L from {before:.2f} to {after:.2f}", after < before)
     return {"gradients": [gt.asarray(g) for g in (gW, gI, gb)]}
 
 

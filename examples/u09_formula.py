@@ -1,4 +1,4 @@
-"""Prints automatic derivatives as mathematics, and compares them with a derivation by hand.
+"""Prints the formulas of derivatives, and compares them with a derivation by hand.
 
 The program prints the derivatives of square, exp, sinh and cube to second order, and draws their
 backward passes. The program also prints the gradients of a complex affine layer, with complex
@@ -98,7 +98,7 @@ def complex_affine(gt, backend):
     claim(f"with complex arrays: {', '.join(whole.lines(1))}", "Ī = Wᴴ ȳ" in whole.lines(1))
 
     def in_parts(W_re, W_im, I_re, I_im, b_re, b_im):
-        """Computes (a + ib)(c + id) = (ac - bd) + i(ad + bc)."""
+        """Computes W I + b with (a + ib)(c + id) = (ac - bd) + i(ad + bc)."""
         return W_re @ I_re - W_im @ I_im + b_re, W_re @ I_im + W_im @ I_re + b_im
 
     split = [part for z in (W, I, b) for part in (z.real.copy(), z.imag.copy())]
@@ -109,7 +109,7 @@ def complex_affine(gt, backend):
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.conj().T @ ct, ct))
     claim(f"dL/dW = dL/dO Iᴴ, dL/dI = Wᴴ dL/dO, dL/db = dL/dO: {mine}", mine)
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.T @ ct, ct))
-    claim(f"with Wᵀ for Wᴴ: {mine}", not mine and mine.where.startswith("Ī"))
+    claim(f"with Wᵀ instead of Wᴴ: {mine}", not mine and mine.where.startswith("Ī"))
 
     _, pullback = gt.vjp(affine, *arrays)
     natively = [gt.to_numpy(g) for g in pullback(gt.asarray(ct))]
@@ -139,9 +139,9 @@ def network(gt, backend):
     mine = found.agrees_with(derived())
     claim(f"derived by hand: {mine}", mine)
     slip = found.agrees_with(derived(flip=False))
-    claim(f"without the flip: {slip}", not slip and slip.where.startswith("X̄"))
+    claim(f"derived without the flip of K: {slip}", not slip and slip.where.startswith("X̄"))
     slip = found.agrees_with(derived(transpose=False))
-    claim(f"without the transpose: {slip}", not slip and slip.where.startswith("W̄"))
+    claim(f"derived without the transpose of dW: {slip}", not slip and slip.where.startswith("W̄"))
     grads = gt.grad(loss, argnums)(*arrays, labels)
     return {"network": grads}
 
@@ -165,7 +165,7 @@ def loss_in_jax(X, K, c, W, b, labels):
 
 
 def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
-    """Returns the gradients for X, K, c, W and b, given the cotangent of the loss, in NumPy."""
+    """Returns the gradients with respect to X, K, c, W and b, for the cotangent ct of the loss."""
     n, m = len(X), len(K)
     Z = correlated(X, K) + c[:, None, None]
     side = Z.shape[2] // 2

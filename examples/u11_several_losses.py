@@ -1,6 +1,6 @@
 """Sums the gradients of several losses and of unequal chunks with the correct weights.
 
-A model that predicts the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each
+A model predicts the next letter in ten sentences, which are split into chunks of 4, 4 and 2. Each
 chunk's loss is the mean over its letters, so its weight is its number of letters. With these
 weights a ``GradientAccumulator`` returns the gradient of the mean over all letters; with equal
 weights, the gradient is wrong. ``microbatched_value_and_grad`` computes the same gradient in one
@@ -70,7 +70,7 @@ def show(gt, backend):
         apart < 1e-12,
     )
     apart = abs(float(value) - float(misfit(W, pairs(SENTENCES))))
-    claim(f"the error of its value is {apart:.1e}", apart < 1e-12)
+    claim(f"the error of the loss is {apart:.1e}", apart < 1e-12)
 
     both = gt.grad(lambda W: misfit(W, pairs(SENTENCES)) + roughness(W, None))(W)
     losses = gt.GradientAccumulator()

@@ -1,11 +1,11 @@
 """Differentiates a simulator that is written in the other framework, through the bridge.
 
 The simulator, a damped pendulum, is written in JAX if this program runs in PyTorch, and in PyTorch
-if it runs in JAX. The bridge converts the simulator to a differentiable function of this framework.
-Newton's method fits length and damping to an observed swing, with the Hessian of the loss through
-the simulator. Then gradient descent fits length and damping to the derivative of the swing with
-respect to its starting point, so that each step computes a second derivative. The results agree in
-both frameworks.
+if it runs in JAX. The bridge converts the simulator to a differentiable function of the program's
+framework. Newton's method fits length and damping to an observed swing, with the Hessian of the
+loss through the simulator. Then gradient descent fits length and damping to the derivative of the
+swing with respect to its starting point, so that each step computes a second derivative. The
+results of both frameworks agree.
 """
 
 import importlib.util

@@ -1,10 +1,10 @@
 """Computes the gradient of the mean over all tokens for ranks and chunks with unequal token counts.
 
-Two ranks accumulate over three chunks each, and one chunk contains only padding. The mean of all
-chunk means differs from the mean over tokens. The mean over ranks of each rank's token mean, which
-DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the sum over
-ranks and chunks by the number of all tokens. In PyTorch the ranks are two processes; in JAX they
-are an axis of ``vmap``.
+Each of two ranks accumulates gradients over three chunks, and one chunk contains only padding. The
+mean of all chunk means differs from the mean over tokens. The mean over ranks of each rank's token
+mean, which DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the
+sum over ranks and chunks by the total number of tokens. In PyTorch the ranks are two processes; in
+JAX they are an axis of ``vmap``.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ RANKS, CHUNKS = 2, ((0, 3), (3, 8), (8, 10))
 
 
 def batch():
-    """Returns ten sentences of five tokens for each rank, and a mask of the present tokens."""
+    """Returns ten sentences of five positions for each rank, and a mask that is 0 at padding."""
     rng = np.random.default_rng(0)
     x, lengths = rng.normal(size=(RANKS, 10, 5, 3)), rng.integers(0, 6, size=(RANKS, 10))
     lengths[1] //= 2
@@ -28,12 +28,12 @@ def batch():
 
 
 def loss(w, x, there):
-    """Returns the mean of the losses of the present tokens."""
+    """Returns the mean loss over the tokens that are not padding."""
     return (there * ((x @ w) ** 2 - x[..., 0]) ** 2).sum() / there.sum()
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns three mean gradients: over all ranks, and (weighted, unweighted) of this rank."""
+    """Returns mean gradients: over all ranks, and over this rank with and without weights."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:

@@ -31,7 +31,7 @@ def show(gt, backend):
     frequencies = gt.asarray(FREQUENCIES)
 
     def u(params, z, r, t, label):
-        """Returns the mean velocity from r to t at z, on the path to a digit of this label."""
+        """Returns the mean velocity from r to t at z, on the path to a digit with this label."""
         angles = [r * frequencies, (t - r) * frequencies]
         parts = [z, label, *map(xp.sin, angles), *map(xp.cos, angles)]
         h = swish(xp, xp.concat(parts, axis=1) @ params["in"] + params["in bias"])
@@ -88,7 +88,8 @@ def show(gt, backend):
     spread = np.mean([after[wanted == c].std(0).mean() for c in range(CLASSES)])
     real = np.mean([images[labels == c].std(0).mean() for c in range(CLASSES)])
     claim(
-        f"standard deviation in a class: generated {spread:.2f}, real {real:.2f}", spread > real / 2
+        f"standard deviation within a class: generated {spread:.2f}, real {real:.2f}",
+        spread > real / 2,
     )
     print(f"  picture: {picture(after, images, labels, backend)}")
     return {"loss and gradient at the start": first}

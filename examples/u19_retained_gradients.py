@@ -38,14 +38,14 @@ def show(gt, backend):
         float(norms[0]) < 1e-2 * float(norms[-1]),
     )
 
-    def with_inputs(added):  # by hand: gradients of arrays that are added to the states
+    def with_inputs(added):  # by hand: gradients with respect to arrays added to the states
         h = states_of(weights, xs, lambda i, h: h + added[i])[0]
         return xp.mean((h @ readout - target) ** 2)
 
     by_hand = gt.grad(with_inputs)(0 * states)
     apart = difference(flat(gt, state), flat(gt, by_hand))
     claim(
-        f"the retained gradients differ from gradients of added arrays by {apart:.1e}",
+        f"the retained gradients differ from gradients with respect to added arrays by {apart:.1e}",
         apart < 1e-12,
     )
     plain = gt.grad(loss, has_aux=True)(weights, xs)[0]
@@ -54,7 +54,7 @@ def show(gt, backend):
         xp.max(xp.abs(grads - plain)) < 1e-15,
     )
 
-    # A loss with these norms: each step should preserve the gradient's norm (Pascanu et al., 2013).
+    # Penalizes steps that do not preserve the norm of the gradient (Pascanu et al., 2013).
     def penalty(w):
         state = gt.retained_gradients(loss, (), has_aux=True)(w, xs)[2]["state"]
         norms = xp.sum(state**2, axis=(1, 2))

@@ -258,8 +258,8 @@ PICTURES = (
     Picture(
         "transformer_block",
         "A transformer block",
-        "The graph has {operations} operations, and blocks are modules. The residual connections "
-        "bypass `self_attn` and the linear layers. The program saves {kept} bytes in "
+        "The graph has {operations} operations, and each block represents a module. The residual "
+        "connections bypass `self_attn` and the linear layers. The program saves {kept} bytes in "
         "addition to its arguments.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
@@ -298,7 +298,7 @@ PICTURES = (
         "A second derivative through a frozen network",
         "The loss is a function of the derivative of y² G(z). Double backward would keep two "
         "graphs of G. With `frozen`, {kept} bytes are saved, and the backward pass runs G in "
-        "forward over reverse mode.",
+        "forward-over-reverse mode.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),

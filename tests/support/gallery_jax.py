@@ -56,8 +56,8 @@ PICTURES = (
     Picture(
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
-        "The inner `jax.grad` is traced into the forward pass, which gives {operations} operations "
-        "in total. The program saves {kept} bytes in addition to its arguments.",
+        "The inner `jax.grad` is traced into the forward pass, so the graph has {operations} "
+        "operations in total. The program saves {kept} bytes in addition to its arguments.",
         penalty,
         (_PARAMS, _X),
         gt=gt,

@@ -200,18 +200,19 @@ _OURS = {
 
 _HEAD = """# Wrong derivatives in the frameworks
 
-gradtools differentiates f as the framework does, and returns the framework's numbers.
+gradtools differentiates f as the framework does, and returns the framework's results.
 [`checked`](answers-for.md#check-the-rest) compares the derivatives of your program with finite
 differences and reports wrong derivatives.
 
 ## PyTorch {version}
 
-Parentheses contain the result of plain PyTorch if the result is zero, NaN or an error. If the third
-column contains "right in gradtools", gradtools returns the correct derivative: for example, the
-derivative of attention if gradtools chooses forward mode or a second derivative, and the derivative
-of normalization layers in forward mode and under gradtools' own `vmap`. If a derivative is a wrong
-number and the last column contains "no report", see [our reports](upstream/index.md). `python -m
-tests.support.upstream_bugs_page` generates the table.
+In the second column, parentheses contain the result of plain PyTorch if it is zero, NaN or an
+error; in the third column, parentheses contain the result of gradtools. If the third column
+contains "right in gradtools", gradtools returns the correct derivative: for example, the derivative
+of attention if gradtools itself runs forward mode or computes a second derivative, and the
+derivative of normalization layers in forward mode and under gradtools' own `vmap`. If a derivative
+is a wrong number and the last column contains "no report", see [our reports](upstream/index.md).
+`python -m tests.support.upstream_bugs_page` generates the table.
 
 | wrong in PyTorch | derivative | found by `checked` | reported as |
 |---|---|---|---|

@@ -40,9 +40,9 @@ norm at 0; [0.0, 0.0]
     t.linalg.vector_norm(x, 1); n.linalg.norm(x, 1)
 maximum norm, ties; [1.0, -1.0, 0.0]
     t.linalg.vector_norm(x, inf); n.linalg.norm(x, inf)
-x**0 at 0 (a number); [0.0]
+x**0 at 0 (0 is a Python number); [0.0]
     x**0.0; x**0.0
-x**y at x = 0, y = 0 (arrays); [0.0]
+x**y at x = 0, y = 0 (y is an array); [0.0]
     x ** t.zeros_like(x); x ** n.zeros_like(x)
 x**0.5 at 0; [0.0]
     x**0.5; x**0.5
@@ -60,7 +60,7 @@ minimum(x, y), x = y; [[1.0], [1.0]]
     t.minimum(x[0], x[1]); n.minimum(x[0], x[1])
 median, ties; [1.0, 1.0, 0.0]
     t.median(x); n.median(x)
-median of two (values differ too); [1.0, 2.0]
+median of two (the values also differ); [1.0, 2.0]
     t.median(x); n.median(x)
 sort, ties, times 1, 2, 3; [1.0, 1.0, 0.0]
     t.sort(x).values * t.tensor([1.0, 2.0, 3.0]); n.sort(x) * n.array([1.0, 2.0, 3.0])

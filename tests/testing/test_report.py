@@ -108,13 +108,17 @@ def test_the_error_carries_the_report_also_between_processes():
 
 def test_the_table_holds_what_the_design_promises():
     assert tolerance("float64", 1) == 1e-12 and tolerance(np.float32, 1) == 1e-5
+    torch = pytest.importorskip("torch")
+    assert (
+        tolerance(torch.bfloat16, 1) == tolerance("bfloat16", 1) == tolerance("torch.bfloat16", 1)
+    )
     assert tolerance("complex128", 2) == tolerance("float64", 2)
     assert tolerance(np.int64) == tolerance("bool") == 0.0
 
 
 @pytest.mark.parametrize(
     ("dtype", "order", "says"),
-    [("float64", 3, "orders 0, 1 and 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
+    [("float64", 3, "expected 0, 1 or 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
 )
 def test_what_the_table_does_not_have_is_refused(dtype, order, says):
     with pytest.raises(GradtoolsError, match=says):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradtools.arguments.checks import check_function
+from gradtools.arguments.checks import check_function, check_tolerance, order_among
 from gradtools.boundary import user_facing
 from gradtools.printing import printable
 from gradtools.seeing.formulas import typesetting as ts
@@ -133,8 +133,15 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
-        return [*self._statements.sections[section].lines]
+        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint.
+
+        The last section of a formula of order 2 is the adjoint of the adjoint.
+        """
+        sections = self._statements.sections
+        more = "" if self._second else "; pass order=2 to formula for the second derivatives"
+        expected = f"a section from 0 to {len(sections) - 1}{more}"
+        places = range(-len(sections), len(sections))
+        return [*sections[order_among("formula.lines", section, places, expected, "section")].lines]
 
     def latex(self) -> str:
         """Returns the formula in LaTeX, with ``aligned`` blocks for sections and definitions."""
@@ -201,7 +208,8 @@ class Formula:
                 differentiated inputs in order or, at order 2, the results of the last section of
                 the formula. A single cotangent may be returned without a tuple; None represents
                 zeros.
-            tolerance: The allowed relative error. The default depends on the precision of f.
+            tolerance: The allowed relative error, less than 1. The default depends on the precision
+                of f.
 
         Returns:
             An `Agreement`, which is truthy if the results agree and otherwise contains the first
@@ -212,6 +220,7 @@ class Formula:
                 of `derivation` are propagated.
         """
         check_function("formula.agrees_with", derivation, "derivation", curried=False)
+        check_tolerance("formula.agrees_with", tolerance)
         assert self.compare is not None
         return self.compare(derivation, tolerance)
 

@@ -378,16 +378,16 @@ BAD_MAPPINGS = {
     ),
     "into a model with other layers": (
         lambda: linear_mapping().into(eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))),
-        "into: this model has no bias, weight, which the mapping contains. Make the mapping from "
-        "this model.",
+        "into: weight has shape (2, 3) in the mapping; this model has no such array. Make the "
+        "mapping from this model.",
     ),
     "into an nnx model with other layers": (
         lambda: linear_mapping().into(nnx.Linear(3, 2, rngs=nnx.Rngs(0))),
-        "into: this model has no weight, which",
+        "into: weight has shape (2, 3) in the mapping; this model has no such array.",
     ),
     "into a model of another size": (
         lambda: linear_mapping().into(linear_pair(4)[1]),
-        "into: weight of this model has shape (2, 4); the mapping has an array of shape (2, 3).",
+        "into: weight has shape (2, 3) in the mapping; this model has an array of shape (2, 4).",
     ),
     "swapped arguments": (
         lambda: match_parameters(*linear_pair()[::-1]),

@@ -79,10 +79,8 @@ def epsilon(dtype: Any) -> float:
 
 def real_name(dtype: Any) -> str:
     """Returns the name of a dtype; for a complex dtype, the name of its real part's dtype."""
-    text = str(dtype)
-    is_torch = text.startswith("torch.")
-    name = text if is_torch or isinstance(dtype, str) else np.dtype(dtype).name
-    name = name.removeprefix("torch.")
+    is_name = isinstance(dtype, str) or str(dtype).startswith("torch.")
+    name = str(dtype).removeprefix("torch.") if is_name else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
 
 

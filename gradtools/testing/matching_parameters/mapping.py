@@ -173,26 +173,22 @@ class ParameterMapping:
             return nnx.merge(graph, self.into(state))
         name = lambda path: joined(without_collection(path))
         arrays = {name(e.jax_path): e.to_jax(self.source) for e in self.entries}
-        required = [e for e in self.entries if not e.torch_name.endswith(STATISTICS)]
-        missing = {name(e.jax_path) for e in required}
+        leaves = {name(path_of(p)): x for p, x in jax.tree_util.tree_leaves_with_path(module)}
+        for e in self.entries:
+            x, leaf = arrays[name(e.jax_path)], leaves.get(name(e.jax_path))
+            shape = getattr(leaf, "shape", None)
+            if x.shape != shape and not (leaf is None and e.torch_name.endswith(STATISTICS)):
+                came = "no such array" if shape is None else f"an array of shape {shape}"
+                raise GradtoolsError(
+                    f"into: {name(e.jax_path)} has shape {x.shape} in the mapping; this model has "
+                    f"{came}. Make the mapping from this model."
+                )
 
         def replaced(path: Any, leaf: Any) -> Any:
-            x = arrays.get(called := name(path_of(path)))
-            missing.discard(called)
-            if x is not None and x.shape != np.shape(leaf):
-                raise GradtoolsError(
-                    f"into: {called} of this model has shape {np.shape(leaf)}; the mapping has "
-                    f"an array of shape {x.shape}. Make the mapping from this model."
-                )
+            x = arrays.get(name(path_of(path)))
             return leaf if x is None else jax.numpy.asarray(x, leaf.dtype)
 
-        result = jax.tree_util.tree_map_with_path(replaced, module)
-        if missing:
-            raise GradtoolsError(
-                f"into: this model has no {', '.join(sorted(missing)[:8])}, which the mapping "
-                "contains. Make the mapping from this model."
-            )
-        return result
+        return jax.tree_util.tree_map_with_path(replaced, module)
 
     def __str__(self) -> str:
         lines = [str(e) for e in self.entries]

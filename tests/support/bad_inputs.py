@@ -627,6 +627,16 @@ BAD: dict[str, Call] = {
     "gradient_graph, f second": lambda gt, a: gt.gradient_graph(total(gt), mean, a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
+    "formula of a function that returns a number": lambda gt, a: gt.formula(lambda x: 3.0, a(V)),
+    "gradient_graph of a function that returns a number": lambda gt, a: gt.gradient_graph(
+        lambda x: {"loss": 3.0}, a(V)
+    ),
+    "formula of a function that returns a NumPy array": lambda gt, a: gt.formula(
+        lambda x: np.ones(2), a(V)
+    ),
+    "saving a graph with a misspelt option": lambda gt, a: gt.gradient_graph(total(gt), a(V)).save(
+        "graph.html", them="dark"
+    ),
     # --- options of a wrong type
     "cross_check with a word as tolerance": lambda gt, a: cross_check(
         torch=total(gt), jax=total(gt), tolerance="loose"

@@ -413,16 +413,17 @@ BAD_MAPPINGS = {
     ),
     "to_jax of gradients that are None": (
         lambda: linear_mapping().to_jax({"weight": None}),
-        "to_jax: weight is None; expected an array of shape (2, 3). Omit names without arrays.",
+        "to_jax: weight is None; expected an array of shape (2, 3) for weight -> weight (as "
+        "it is). Names without arrays may be omitted.",
     ),
     "to_jax of another shape": (
         lambda: linear_mapping().to_jax({"weight": np.ones((3, 2))}),
-        "to_jax: weight has shape (3, 2); expected an array of shape (2, 3).",
+        "to_jax: weight has shape (3, 2); expected an array of shape (2, 3) for",
     ),
     "to_jax of one of two biases": (
         lambda: gru_mapping(lambda arrays: without(arrays, "bias_hh_l0")),
-        "to_jax: bias_hh_l0 is None; expected an array of shape (6,). Pass both terms of "
-        "bias_ih_l0 + bias_hh_l0 -> cell/dense_i/bias (recurrent).",
+        "to_jax: bias_hh_l0 is None; expected an array of shape (6,) for bias_ih_l0 + "
+        "bias_hh_l0 -> cell/dense_i/bias (recurrent). Names",
     ),
     "to_jax of one bias that is None": (
         lambda: gru_mapping(lambda arrays: without(arrays, "bias_hh_l0", bias_hh_l0=None)),

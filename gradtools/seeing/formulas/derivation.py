@@ -133,10 +133,7 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint.
-
-        The last section of a formula of order 2 is the adjoint of the adjoint.
-        """
+        """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
         sections = self._statements.sections
         more = "" if self._second else "; pass order=2 to formula for the second derivatives"
         expected = f"a section from 0 to {len(sections) - 1}{more}"

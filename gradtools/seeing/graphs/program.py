@@ -156,9 +156,8 @@ class LeafProgram:
         outs, _ = self.backend.flatten(result)
         converted = any(is_numeric(self.backend, x) for x in outs)
         if not converted or (self.caller in _WHOLE and not any(map(self.backend.is_array, outs))):
-            hint = " Is a return statement missing?" if result is None else ""
-            if converted:
-                hint = " Do not convert the result to NumPy or Python."
+            hint = " Do not convert the result to NumPy or Python." * converted
+            hint += " Is a return statement missing?" * (result is None)
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, result)}; it must return "
                 f"arrays.{hint}"

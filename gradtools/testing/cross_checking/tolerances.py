@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import order_among
-from gradtools.arguments.wording import shown
 from gradtools.errors import GradtoolsError
 
 TOLERANCES: dict[str, tuple[float, float, float]] = {
@@ -39,8 +38,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
     """Returns the largest relative error at which two results of one dtype agree.
 
     Args:
-        dtype: A dtype of NumPy, PyTorch or JAX or its name, real or complex; for two results, the
-            coarser dtype.
+        dtype: A dtype or its name, real or complex; for two results, the coarser dtype.
         order: The number of derivatives that were taken: 0, 1 or 2.
 
     Returns:
@@ -64,11 +62,9 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         return TOLERANCES[name][order]
     if name.rstrip("0123456789") in ("int", "uint", "bool"):
         return 0.0
-    came = dtype if isinstance(dtype, str) else shown(dtype)
     raise GradtoolsError(
-        f"tolerance: the table has no row for the dtype {came}; it has "
-        f"{', '.join(TOLERANCES)}, and the corresponding complex dtypes. Pass a tolerance "
-        "explicitly."
+        f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
+        "and the corresponding complex dtypes. Pass a tolerance explicitly."
     )
 
 

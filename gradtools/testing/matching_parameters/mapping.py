@@ -133,10 +133,9 @@ class ParameterMapping:
                     x = arrays.get(name, np.asarray(None))
                     if x.shape != e.torch_shape:
                         came = f"is {x}" if x.dtype == object else f"has shape {x.shape}"
-                        fix = f"Pass both terms of {e}" if e.added else "Omit names without arrays"
                         raise GradtoolsError(
-                            f"to_jax: {name} {came}; expected an array of shape {e.torch_shape}. "
-                            f"{fix}."
+                            f"to_jax: {name} {came}; expected an array of shape {e.torch_shape} "
+                            f"for {e}. Names without arrays may be omitted."
                         )
                 flat[e.jax_path] = e.to_jax(arrays)
         return nested(flat)

@@ -33,9 +33,7 @@ def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], Module
         try:
             signature(called, follow_wrapped=False).bind()
         except TypeError as error:
-            raise GradtoolsError(
-                f"{options.function}: {error}; pass --shapes or --args."
-            ) from error
+            raise GradtoolsError(f"{options.function}: {error}; pass --shapes.") from error
     return f, tuple(gt.asarray(x) for x in arrays), gt
 
 
@@ -99,8 +97,7 @@ def arrays_given(
             return (result,) if isinstance(result, np.ndarray) else tuple(dict(result).values())
         except (OSError, ValueError, EOFError) as error:
             why = getattr(error, "strerror", None) or "it contains no arrays of numbers"
-            fix = "Pass a .npy or .npz file, as np.save and np.savez write it"
-            raise GradtoolsError(f"--args {file}: {why}. {fix}.") from error
+            raise GradtoolsError(f"--args {file}: {why}. Pass a .npy or .npz file.") from error
     rng = np.random.default_rng(seed)
     texts = shapes.split(",") if shapes else []
     return tuple([_drawn(rng, text.strip(), dtype) for text in texts])

@@ -387,7 +387,7 @@ BAD_MAPPINGS = {
     ),
     "into a model of another size": (
         lambda: linear_mapping().into(linear_pair(4)[1]),
-        "into: weight has shape (2, 3) in the mapping; this model has an array of shape (2, 4).",
+        "into: weight has shape (2, 3) in the mapping; this model has (2, 4).",
     ),
     "swapped arguments": (
         lambda: match_parameters(*linear_pair()[::-1]),

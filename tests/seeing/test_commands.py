@@ -120,11 +120,11 @@ REFUSALS = [
     ("why-zero written:whole --shapes 3y", ["'3y' is not a shape"]),
     ("graph no_such_module:f", ["cannot be imported"]),
     ("why-zero written.py:lost --shapes 3", ["cannot be imported", "; write written:lost."]),
-    ("graph written:loss", ["written:loss: missing a required argument: 'w'; pass --shapes or --"]),
+    ("graph written:loss", ["written:loss: missing a required argument: 'w'; pass --shapes."]),
     ("formula written:layer", ["written:layer: missing a required argument: 'x'; pass --sha"]),
     ("why-zero written:PI", ["is a float; expected a function."]),
     ("formula written:cubes --args table.csv", ["--args table.csv: it contains no arrays of numb"]),
-    ("formula written:cubes --args empty.npy", [". Pass a .npy or .npz file, as np.save and np."]),
+    ("formula written:cubes --args empty.npy", ["numbers. Pass a .npy or .npz file."]),
     ("formula written:cubes --args objects.npz", ["--args objects.npz: it contains no arrays of"]),
     ("formula written:cubes --args absent.npy", ["--args absent.npy: No such file or directory"]),
 ]

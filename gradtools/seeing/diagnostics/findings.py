@@ -164,10 +164,7 @@ _FIXES = {
         "set lr of the parameter group to a positive number; if lr starts at zero, call why_zero "
         "after the first step of the schedule"
     ),
-    ("unread", "other arrays"): (
-        "pass the model whose arrays the loss reads as model=, or read the arrays of this model in "
-        "the loss"
-    ),
+    ("unread", "other arrays"): "pass the model whose arrays the loss reads as model=",
     ("left_framework", "tensor"): (
         "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "
         "itself rather than a copy"

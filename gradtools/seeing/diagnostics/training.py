@@ -109,7 +109,7 @@ def trained(
     examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
     lost_gradients = diagnosed(program, recording, examined, "unread")
     matters = behind(graph, tuple(graph.outputs))
-    own = {n for of in numbers.values() for n in of}
+    own = {n for several in numbers.values() for n in several}
     others = [n for n in (*graph.inputs, *graph.captured) if n in matters and n not in own]
     shapes = {graph.values[n].shape for n in others}
     unread = {f.argument for f in lost_gradients.findings if f.kind == "unread"}

@@ -205,8 +205,7 @@ class Formula:
                 differentiated inputs in order or, at order 2, the results of the last section of
                 the formula. A single cotangent may be returned without a tuple; None represents
                 zeros.
-            tolerance: The allowed relative error, less than 1. The default depends on the precision
-                of f.
+            tolerance: The allowed relative error. The default depends on the precision of f.
 
         Returns:
             An `Agreement`, which is truthy if the results agree and otherwise contains the first

@@ -150,8 +150,7 @@ class ParameterMapping:
             A new model of the same type, whose arrays have the dtypes of `module`.
 
         Raises:
-            GradtoolsError: `module` is not a JAX model, or has no array of the mapped shape at a
-                path of this mapping. Batch statistics may be absent.
+            GradtoolsError: An array of this mapping is absent or has another shape in `module`.
 
         Example:
             >>> import equinox as eqx, jax, torch
@@ -174,13 +173,13 @@ class ParameterMapping:
         arrays = {name(e.jax_path): e.to_jax(self.source) for e in self.entries}
         leaves = {name(path_of(p)): x for p, x in jax.tree_util.tree_leaves_with_path(module)}
         for e in self.entries:
-            x, leaf = arrays[name(e.jax_path)], leaves.get(name(e.jax_path))
-            shape = getattr(leaf, "shape", None)
-            if x.shape != shape and not (leaf is None and e.torch_name.endswith(STATISTICS)):
-                came = "no such array" if shape is None else f"an array of shape {shape}"
+            path, leaf = name(e.jax_path), leaves.get(name(e.jax_path))
+            shape = getattr(leaf, "shape", "no such array")
+            is_optional = leaf is None and e.torch_name.endswith(STATISTICS)
+            if arrays[path].shape != shape and not is_optional:
                 raise GradtoolsError(
-                    f"into: {name(e.jax_path)} has shape {x.shape} in the mapping; this model has "
-                    f"{came}. Make the mapping from this model."
+                    f"into: {path} has shape {arrays[path].shape} in the mapping; this model has "
+                    f"{shape}. Make the mapping from this model."
                 )
 
         def replaced(path: Any, leaf: Any) -> Any:

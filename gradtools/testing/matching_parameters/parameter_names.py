@@ -16,10 +16,11 @@ Path = tuple[Any, ...]
 CALLER = "match_parameters"
 _COLLECTIONS = ("params", "batch_stats")
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_OF_JAX = (
-    "the variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
-    "dictionaries of arrays"
-)
+_EXPECTED = {
+    "PyTorch": "a torch.nn.Module or a dictionary from names to arrays",
+    "JAX": "the variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
+    "dictionaries of arrays",
+}
 
 
 def read_torch(caller: str, params: Any) -> dict[str, np.ndarray]:
@@ -27,14 +28,11 @@ def read_torch(caller: str, params: Any) -> dict[str, np.ndarray]:
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
-        expected = "a torch.nn.Module or a dictionary from names to arrays"
-        raise not_parameters(caller, "PyTorch", params, expected)
+        raise not_parameters(caller, "PyTorch", params)
     return {str(name): as_numpy(x) for name, x in params.items()}
 
 
-def not_parameters(
-    caller: str, framework: str, params: Any, expected: str = _OF_JAX
-) -> GradtoolsError:
+def not_parameters(caller: str, framework: str, params: Any) -> GradtoolsError:
     """Returns the error for an object that is no model or parameters of a framework."""
     came, hint = with_article(type(params).__name__), ""
     if kind := library(params):
@@ -42,7 +40,7 @@ def not_parameters(
     if kind not in (None, "flax.linen") and caller == CALLER:
         hint = " Are the arguments swapped? Call match_parameters(torch_model, jax_model)."
     return GradtoolsError(
-        f"{caller}: expected {framework}'s parameters, {expected}; got {came}.{hint}"
+        f"{caller}: expected {framework}'s parameters, {_EXPECTED[framework]}; got {came}.{hint}"
     )
 
 

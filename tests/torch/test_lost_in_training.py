@@ -186,6 +186,16 @@ def test_another_copy_of_the_model_is_named():
     assert {(f.kind, f.operation) for f in report} == {("unread", "argument")}
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_unread_parameter_beside_one_that_is_read_is_in_no_other_copy(frozen):
+    data = torch.ones(2, 2)  # has the shape of the parameters
+    read, unread = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    read.requires_grad_(not frozen)
+    loss = lambda: (read @ (torch.ones(2, 1) if frozen else data)).sum()
+    report = gt.why_zero(loss, model={"read": read, "unread": unread})
+    assert [(f.argument, f.operation) for f in report] == [("unread", "argument")]
+
+
 def test_a_parameter_that_a_host_kernel_reads_is_not_called_unused():
     layer = nn.Linear(2, 2, bias=False)
     kernel = gt.host_function(lambda x: x @ layer.weight.detach().numpy().T)

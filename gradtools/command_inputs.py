@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from importlib import import_module
+from inspect import isfunction, ismethod, signature
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,12 @@ def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], Module
     f = named(options.function)
     gt = import_module(f"gradtools.{options.backend or _framework_of(f, options.function)}")
     arrays = arrays_given(options.args, options.shapes, options.seed, "float32")
+    called = getattr(f, "forward", f)
+    if not arrays and (isfunction(called) or ismethod(called)):
+        try:
+            signature(called, follow_wrapped=False).bind()
+        except TypeError as error:
+            raise GradtoolsError(f"{options.function}: {error}; pass --shapes.") from error
     return f, tuple(gt.asarray(x) for x in arrays), gt
 
 
@@ -40,7 +47,8 @@ def named(path: str) -> Any:
     try:
         value = import_module(module)
     except ImportError as error:
-        raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
+        fix = f"; write {module[:-3].replace('/', '.')}:{name}" if module.endswith(".py") else ""
+        raise GradtoolsError(f"{path}: {module} cannot be imported: {error}{fix}.") from error
     for part in name.split("."):
         if not hasattr(value, part):
             raise GradtoolsError(f"{path}: {module} has no attribute {name}.")
@@ -84,8 +92,12 @@ def arrays_given(
         dtype: The dtype of arrays for which `shapes` specifies no dtype.
     """
     if file:
-        result = np.load(file)
-        return (result,) if isinstance(result, np.ndarray) else tuple(map(result.get, result.files))
+        try:
+            result = np.load(file)
+            return (result,) if isinstance(result, np.ndarray) else tuple(dict(result).values())
+        except (OSError, ValueError, EOFError) as error:
+            why = getattr(error, "strerror", None) or "it contains no arrays of numbers"
+            raise GradtoolsError(f"--args {file}: {why}. Pass a .npy or .npz file.") from error
     rng = np.random.default_rng(seed)
     texts = shapes.split(",") if shapes else []
     return tuple([_drawn(rng, text.strip(), dtype) for text in texts])

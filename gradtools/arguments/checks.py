@@ -57,7 +57,7 @@ def same_length(
     return tuple(primals), tuple(tangents)
 
 
-def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
+def whole_number(caller: str, name: str, value: Any, least: int, unit: str = "") -> int:
     """Converts a count to an integer; raises an error if it is below `least` or not an integer."""
     try:
         number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
@@ -68,13 +68,14 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
         is_data = is_tree or _is_data(value)
         came = type_in_words(value) if is_data and not is_array else shown(value)
         hint = f" {_curried(caller)}" if is_data and unit == "examples" else ""
+        of = f" of {unit}" if unit else ""
         raise GradtoolsError(
-            f"{caller}: {name} is {came}; expected a whole number of {unit}, {least} or more.{hint}"
+            f"{caller}: {name} is {came}; expected a whole number{of}, {least} or more.{hint}"
         )
     return number
 
 
-def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
+def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str = "") -> int | None:
     """Returns None if the value is None; otherwise returns the result of `whole_number`."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
@@ -90,12 +91,30 @@ def as_float(caller: str, name: str, value: Any) -> float:
         ) from None
 
 
-def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
+def check_tolerance(caller: str, value: Any) -> None:
+    """Raises an error if the option `tolerance` is neither None nor a number in [0, 1)."""
+    try:
+        fits = value is None or 0 <= value < 1
+    except (TypeError, ValueError, RuntimeError):  # a string; an array of several numbers
+        fits = False
+    if not fits:
+        raise GradtoolsError(
+            f"{caller}: tolerance is {shown(value)}; expected None or a relative error, at least 0 "
+            "and less than 1."
+        )
+
+
+def order_among(
+    caller: str, order: Any, known: Sequence[int], expected: str, name: str = "order"
+) -> int:
     """Converts the argument `order` to an integer; raises an error if it is not in `known`."""
-    whole = hasattr(order, "__index__") and not isinstance(order, (bool, np.bool_))
-    if not whole or operator.index(order) not in known:
-        raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
-    return operator.index(order)
+    try:
+        number = None if isinstance(order, (bool, np.bool_)) else operator.index(order)
+    except TypeError:
+        number = None
+    if number is None or number not in known:
+        raise GradtoolsError(f"{caller}: {name} is {shown(order)}; expected {expected}.")
+    return number
 
 
 def normalized_argnums(

@@ -16,7 +16,7 @@ from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
 from gradtools.errors import GradtoolsError, TypeRefusal
 
-X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
+X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program, or JAX_ENABLE_X64=1'
 
 
 class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.calls import Call
+from gradtools.arguments.checks import whole_or_none
 from gradtools.arguments.chunks import ChunkFunction
 from gradtools.backend import FrameworkBackend, Recomputation
 from gradtools.boundary import user_facing
@@ -499,11 +500,11 @@ def checked(seed: int = 0) -> AbstractContextManager[CheckedReport]:
             f"checked: seed is {came}, expected an integer; write `with checked():` around the "
             "call."
         )
-    return _checking(seed)
+    return _checking(whole_or_none("checked", "seed", seed, 0))
 
 
 @contextmanager
-def _checking(seed: int) -> Iterator[CheckedReport]:
+def _checking(seed: int | None) -> Iterator[CheckedReport]:
     with _lock:
         _open[0] += 1
         if _open[0] == 1:

@@ -40,6 +40,9 @@ def checked_script(options: argparse.Namespace) -> int:
     """Runs a script in a `checked` context and prints the report."""
     from gradtools.testing.checked_mode import checked
 
+    if not Path(options.script).exists():
+        print(f"gradtools checked: {options.script}: no such file", file=sys.stderr)
+        return 2
     before = sys.argv, sys.path
     sys.argv = [options.script, *options.arguments]
     sys.path = [str(Path(options.script).resolve().parent), *sys.path]

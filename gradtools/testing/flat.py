@@ -197,7 +197,7 @@ class Probe(FlatFunction):
 
     def program(self, *leaves: Any) -> Any:
         """Evaluates f at the arguments with the given leaves."""
-        with naming(self.caller, f"f, {described(self.f)}"):
+        with naming(self.caller, f"f, {described(self.f)}; backend is {self.name!r}"):
             return self.f(*self.rebuilt(leaves))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import whole_or_none
 from gradtools.errors import GradtoolsError
 from gradtools.printing import aligned, coloured
 from gradtools.testing.cross_checking import tolerances
@@ -278,6 +279,7 @@ class Report:
             limit: The maximum number of comparisons to show. If there are more, agreements are not
                 shown. If None, all comparisons are shown.
         """
+        limit = whole_or_none("table", "limit", limit, 0, "comparisons")
         chosen, known, first = self.comparisons, self.conventions[:limit], self.first
         if limit is not None and len(self) > limit:
             chosen = [*self.disagreements, *self.conventions][:limit]

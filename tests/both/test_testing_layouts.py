@@ -7,6 +7,7 @@ import operator
 import numpy as np
 import pytest
 
+from gradtools import GradtoolsError
 from gradtools.testing import Layout, cross_check, first_divergence, match_parameters
 
 torch = pytest.importorskip("torch")
@@ -344,3 +345,128 @@ def test_a_normalized_weight_is_paired_with_its_norm_and_direction(wrapper, libr
 
 class Holder(eqx.Module):
     layer: eqx.nn.WeightNorm
+
+
+def linear_pair(width=3):
+    port = eqx.nn.Linear(width, 2, key=jax.random.key(0))
+    return torch.nn.Linear(3, 2), port
+
+
+def linear_mapping():
+    return match_parameters(*linear_pair())
+
+
+def without(arrays, name, **more):
+    return {k: x for k, x in arrays.items() if k != name} | more
+
+
+def gru_mapping(change):
+    module, cell = torch.nn.GRU(3, 2), nnx.RNN(nnx.GRUCell(3, 2, rngs=nnx.Rngs(0)))
+    return match_parameters(module, cell).to_jax(change(module.state_dict()))
+
+
+SWAPPED = "Are the arguments swapped? Call match_parameters(torch_model, jax_model)."
+BAD_MAPPINGS = {
+    "into a torch module": (
+        lambda: linear_mapping().into(torch.nn.Linear(3, 2)),
+        "into: expected JAX's parameters, the variables of flax.linen, an nnx.Module or State, an "
+        "equinox.Module, or nested dictionaries of arrays; got the torch.nn module Linear.",
+    ),
+    "into a linen module": (
+        lambda: linear_mapping().into(nn.Dense(2)),
+        "got the flax.linen module Dense.",
+    ),
+    "into a model with other layers": (
+        lambda: linear_mapping().into(eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))),
+        "into: weight has shape (2, 3) in the mapping; this model has no such array. Make the "
+        "mapping from this model.",
+    ),
+    "into an nnx model with other layers": (
+        lambda: linear_mapping().into(nnx.Linear(3, 2, rngs=nnx.Rngs(0))),
+        "into: weight has shape (2, 3) in the mapping; this model has no such array.",
+    ),
+    "into a model of another size": (
+        lambda: linear_mapping().into(linear_pair(4)[1]),
+        "into: weight has shape (2, 3) in the mapping; this model has (2, 4).",
+    ),
+    "swapped arguments": (
+        lambda: match_parameters(*linear_pair()[::-1]),
+        "match_parameters: expected PyTorch's parameters, a torch.nn.Module or a dictionary from "
+        f"names to arrays; got the equinox module Linear. {SWAPPED}",
+    ),
+    "swapped dictionaries and modules": (
+        lambda: match_parameters({"params": {"kernel": np.ones((3, 2))}}, torch.nn.Linear(3, 2)),
+        f"got the torch.nn module Linear. {SWAPPED}",
+    ),
+    "a linen module without its variables": (
+        lambda: match_parameters(torch.nn.Linear(3, 2), nn.Dense(2)),
+        "dictionaries of arrays; got the flax.linen module Dense.",
+    ),
+    "other sizes": (
+        lambda: match_parameters(*linear_pair(4)),
+        "The shapes of weight (2, 3) and weight (2, 4) do not correspond. Pair",
+    ),
+    "to_jax of the JAX model": (
+        lambda: linear_mapping().to_jax(linear_pair()[1]),
+        "to_jax: expected PyTorch's parameters, a torch.nn.Module or a dictionary from names to "
+        "arrays; got the equinox module Linear.",
+    ),
+    "to_jax of gradients that are None": (
+        lambda: linear_mapping().to_jax({"weight": None}),
+        "to_jax: weight is None; expected an array of shape (2, 3) for weight -> weight (as "
+        "it is). Names without arrays may be omitted.",
+    ),
+    "to_jax of another shape": (
+        lambda: linear_mapping().to_jax({"weight": np.ones((3, 2))}),
+        "to_jax: weight has shape (3, 2); expected an array of shape (2, 3) for",
+    ),
+    "to_jax of one of two biases": (
+        lambda: gru_mapping(lambda arrays: without(arrays, "bias_hh_l0")),
+        "to_jax: bias_hh_l0 is None; expected an array of shape (6,) for bias_ih_l0 + "
+        "bias_hh_l0 -> cell/dense_i/bias (recurrent). Names",
+    ),
+    "to_jax of one bias that is None": (
+        lambda: gru_mapping(lambda arrays: without(arrays, "bias_hh_l0", bias_hh_l0=None)),
+        "to_jax: bias_hh_l0 is None;",
+    ),
+    "a layout of another rank": (
+        lambda: Layout("linear", axes=(2, 0, 1)).to_jax(np.ones((2, 3))),
+        "Layout.to_jax: Layout(name='linear', axes=(2, 0, 1), reversed_axes=(), shape=None, "
+        "rows=None) does not fit an array of shape (2, 3): axes don't match array.",
+    ),
+    "an override of another rank": (
+        lambda: match_parameters(*linear_pair(), {"weight": ("weight", (0, 1, 2))}),
+        "axes=(0, 1, 2), reversed_axes=(), shape=None, rows=None) does not fit an array of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MAPPINGS)
+def test_a_wrong_use_of_a_mapping_is_refused_with_its_reason(name):
+    call, text = BAD_MAPPINGS[name]
+    with pytest.raises(GradtoolsError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_into_takes_parts_and_shapes_of_the_model(rng):
+    mine, port = linear_pair()
+    mapping = match_parameters(mine, port)
+    for like in (port, eqx.filter(port, eqx.is_array), eqx.filter_eval_shape(lambda: port)):
+        assert (mapping.into(like).bias == mine.bias.detach().numpy()).all()
+    mine = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    rngs = nnx.Rngs(0)
+    port = nnx.Sequential(nnx.Linear(3, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs))
+    mapping = match_parameters(mine, port)
+    for like in (nnx.state(port), nnx.state(port, nnx.Param)):  # the latter without statistics
+        bias = jax.tree.leaves(mapping.into(like)["layers"][0]["bias"])[0]
+        assert (bias == mine[0].bias.detach().numpy()).all()
+    variables = nn.Dense(2).init(jax.random.key(0), np.ones((1, 3)))
+    mapping = match_parameters(mine[0], variables["params"])
+    assert mapping.into(variables)["params"]["kernel"].shape == (3, 2)
+
+
+def test_a_layout_converts_the_tensors_of_both_frameworks():
+    layout = Layout("linear", axes=(-1, 0))
+    for x in (torch.ones(2, 3, requires_grad=True), jnp.ones((2, 3)), np.ones((2, 3))):
+        assert layout.to_jax(x).shape == (3, 2)

@@ -383,3 +383,13 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
 
     plain, asked = train(False), train(True)
     assert all(map(np.array_equal, jax.tree.leaves(plain), jax.tree.leaves(asked)))
+
+
+def test_another_copy_of_the_model_is_named():
+    net, other = (eqx.nn.Linear(3, 2, key=jax.random.key(k)) for k in (0, 1))
+    report = gt.why_zero(lambda: net(X[0]).sum(), model=other)
+    assert {(f.kind, f.operation) for f in report} == {("unread", "other arrays")}
+    assert "it reads other arrays of the same shapes." in str(report)
+    assert not gt.why_zero(lambda: (net(X[0]) + other(X[0])).sum(), model=other)
+    report = gt.why_zero(lambda: net(X[0]).sum(), model=eqx.nn.Linear(5, 4, key=jax.random.key(0)))
+    assert {(f.kind, f.operation) for f in report} == {("unread", "argument")}

@@ -37,6 +37,18 @@ PROGRAM = """
     def whole(x):
         return (x**2).sum()
 
+    def constant(scale=2.0):
+        return scale
+
+    class Layer:
+        def forward(self, x):
+            return x
+
+        def __call__(self, *args):
+            return self.forward(*args)
+
+    layer = Layer()
+
     def broken(x):
         raise RuntimeError("on purpose")
 """
@@ -50,6 +62,9 @@ def program(tmp_path, monkeypatch, backend_name):
     (tmp_path / "neutral.py").write_text("def double(x):\n    return x + x\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "table.csv").write_text("1.0,2.0\n")
+    (tmp_path / "empty.npy").write_text("")
+    np.savez("objects.npz", first=np.array([None, "text"]))
     np.savez("inputs.npz", first=np.ones((4, 3), "f"), second=np.ones(3, "f"))
     yield tmp_path
     sys.modules.pop("written", None)
@@ -104,6 +119,14 @@ REFUSALS = [
     ("graph written:loss --shapes 3", ["missing 1 required positional argument: 'x'"]),
     ("why-zero written:whole --shapes 3y", ["'3y' is not a shape"]),
     ("graph no_such_module:f", ["cannot be imported"]),
+    ("why-zero written.py:lost --shapes 3", ["cannot be imported", "; write written:lost."]),
+    ("graph written:loss", ["written:loss: missing a required argument: 'w'; pass --shapes."]),
+    ("formula written:layer", ["written:layer: missing a required argument: 'x'; pass --sha"]),
+    ("why-zero written:PI", ["is a float; expected a function."]),
+    ("formula written:cubes --args table.csv", ["--args table.csv: it contains no arrays of numb"]),
+    ("formula written:cubes --args empty.npy", ["numbers. Pass a .npy or .npz file."]),
+    ("formula written:cubes --args objects.npz", ["--args objects.npz: it contains no arrays of"]),
+    ("formula written:cubes --args absent.npy", ["--args absent.npy: No such file or directory"]),
 ]
 
 
@@ -112,6 +135,11 @@ def test_what_cannot_be_told_ends_with_2(program, capsys, command, parts):
     assert run(command) == 2
     error = capsys.readouterr().err
     assert [part for part in parts if part not in error] == []
+
+
+def test_a_function_without_required_arguments_needs_no_arrays(program, capsys):
+    run("why-zero written:constant")
+    assert "missing a required argument" not in capsys.readouterr().err
 
 
 def test_what_is_lost_is_told_as_json(program, capsys):

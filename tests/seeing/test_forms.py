@@ -68,7 +68,7 @@ def test_a_theme_is_chosen():
         svg = graph.to_svg(theme=theme)
         assert "prefers-color-scheme" not in svg and colours.paper in svg
     for draw in (graph.to_svg, graph.to_html):
-        with pytest.raises(GradtoolsError, match=f"^{draw.__name__}: theme='pink' is not known"):
+        with pytest.raises(GradtoolsError, match=f"^{draw.__name__}: theme is 'pink'; expected"):
             draw(theme="pink")
 
 

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.testing import check_derivatives, check_rule, checked, cross_check
+from gradtools.testing import (
+    Report,
+    check_derivatives,
+    check_rule,
+    checked,
+    cross_check,
+    first_divergence,
+    tolerance,
+)
 from tests.support.numpy_trees import lift
 
 # A call takes the gradtools namespace and a function that converts NumPy arrays.
@@ -703,6 +711,54 @@ BAD: dict[str, Call] = {
     "gradient_graph, f second": lambda gt, a: gt.gradient_graph(total(gt), mean, a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
+    "formula of a function that returns a number": lambda gt, a: gt.formula(lambda x: 3.0, a(V)),
+    "gradient_graph of a function that returns a number": lambda gt, a: gt.gradient_graph(
+        lambda x: {"loss": 3.0}, a(V)
+    ),
+    "formula of a function that returns a NumPy array": lambda gt, a: gt.formula(
+        lambda x: np.ones(2), a(V)
+    ),
+    "saving a graph with a misspelt option": lambda gt, a: gt.gradient_graph(total(gt), a(V)).save(
+        "graph.html", them="dark"
+    ),
+    # --- options of a wrong type
+    "cross_check with a word as tolerance": lambda gt, a: cross_check(
+        torch=total(gt), jax=total(gt), tolerance="loose"
+    ),
+    "cross_check with a word as order": lambda gt, a: cross_check(
+        torch=total(gt), jax=total(gt), order="2"
+    ),
+    "cross_check with a negative seed": lambda gt, a: cross_check(
+        torch=total(gt), jax=total(gt), seed=-1
+    ),
+    "first_divergence with a word as seed": lambda gt, a: first_divergence(
+        total(gt), total(gt), (), seed="zero"
+    ),
+    "check_derivatives with an array as order": lambda gt, a: check_derivatives(
+        total(gt), (V,), gt, order=V
+    ),
+    "check_derivatives with a number as modes": lambda gt, a: check_derivatives(
+        total(gt), (V,), gt, modes=1
+    ),
+    "check_derivatives with a word as seed": lambda gt, a: check_derivatives(
+        total(gt), (V,), gt, seed="zero"
+    ),
+    "checked with a negative seed": lambda gt, a: checked(-1),
+    "a table with a word as limit": lambda gt, a: Report("a report").table(limit="all"),
+    "tolerance of an array": lambda gt, a: tolerance([1.0]),
+    "tolerance of a word as order": lambda gt, a: tolerance("float32", "2"),
+    "a graph with a word as depth": lambda gt, a: gt.gradient_graph(total(gt), a(V)).to_text(
+        depth="2"
+    ),
+    "a graph with a negative depth": lambda gt, a: gt.gradient_graph(total(gt), a(V)).to_html(
+        depth=-1
+    ),
+    "formula.lines of a section that order 1 lacks": lambda gt, a: gt.formula(
+        total(gt), a(V)
+    ).lines(2),
+    "formula.agrees_with a word as tolerance": lambda gt, a: gt.formula(
+        total(gt), a(V)
+    ).agrees_with(lambda x, c: 2 * x * c, tolerance="tight"),
     "microbatched_value_and_grad with complex weights": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V]))
     ),

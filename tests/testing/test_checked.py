@@ -184,6 +184,8 @@ def test_a_script_runs_in_it(gradtools_backend, tmp_path, capsys):
     said = capsys.readouterr()
     assert "3." in said.out
     assert said.err == "checked: 1 derivatives agree with finite differences\n"
+    assert main(["checked", str(tmp_path / "absent.py")]) == 2
+    assert "absent.py: no such file" in capsys.readouterr().err
     assert main(["checked", str(script), "2"]) == 1
     assert "gradtools checked: grad: the derivative" in capsys.readouterr().err
     assert sys.argv == argv

@@ -153,6 +153,8 @@ def test_a_tolerance_of_ones_own_replaces_the_table():
     with pytest.raises(AgreementError):
         cross_check(torch=torch.sin, jax=near, args=(X,), order=0)
     assert cross_check(torch=torch.sin, jax=near, args=(X,), order=0, tolerance=1e-5)
+    for zero in (0, np.float32(0)):
+        assert cross_check(torch=torch.abs, jax=jnp.abs, args=(X,), order=0, tolerance=zero)
 
 
 def test_a_fault_in_a_tiny_leaf_is_not_hidden_by_a_large_one():

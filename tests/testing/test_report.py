@@ -112,9 +112,15 @@ def test_the_table_holds_what_the_design_promises():
     assert tolerance(np.int64) == tolerance("bool") == 0.0
 
 
+def test_a_dtype_of_pytorch_has_the_tolerance_of_its_name():
+    torch = pytest.importorskip("torch")
+    for name in ("float64", "float32", "bfloat16", "complex64", "int32", "bool"):
+        assert tolerance(getattr(torch, name), 1) == tolerance(name, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "order", "says"),
-    [("float64", 3, "orders 0, 1 and 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
+    [("float64", 3, "expected 0, 1 or 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
 )
 def test_what_the_table_does_not_have_is_refused(dtype, order, says):
     with pytest.raises(GradtoolsError, match=says):

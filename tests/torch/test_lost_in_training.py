@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -154,3 +155,50 @@ def test_a_loss_of_gradients_at_the_model_loses_nothing(operator):
     for loss in (penalty, lambda: size(model, x) + penalty()):
         report = gt.why_zero(loss, model=model)
         assert not report, str(report)
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def test_parameters_that_are_passed_as_arguments_are_read():
+    net, x = two_layers(), torch.ones(1, 2)
+    by_name = dict(net.named_parameters())
+    call = lambda p: torch.func.functional_call(net, p, x).sum()
+    assert not gt.why_zero(call, by_name, model=net)
+    assert not gt.why_zero(call, by_name, model=net, optimizer=torch.optim.SGD(net.parameters()))
+    assert not gt.why_zero(lambda p: net(x).sum() + call(p), by_name, model=net)
+    stopped = lambda p: {k: v.detach() if k[0] == "0" else v for k, v in p.items()}
+    report = gt.why_zero(lambda p: call(stopped(p)), by_name, model=net)
+    assert kinds_by_leaf(report) == dict.fromkeys(("0.weight", "0.bias"), "detached")
+    report = gt.why_zero(lambda p: p["0.weight"].sum(), by_name, model=net)
+    assert kinds_by_leaf(report) == dict.fromkeys(("0.bias", "1.weight", "1.bias"), "unread")
+
+
+def test_another_copy_of_the_model_is_named():
+    net, x = two_layers(), torch.ones(1, 2)
+    for other in (copy.deepcopy(net), {"net": copy.deepcopy(net)}):
+        report = gt.why_zero(lambda: net(x).sum(), model=other)
+        assert {(f.kind, f.operation) for f in report} == {("unread", "other arrays")}
+        assert "it reads other arrays of the same shapes." in str(report)
+        assert "Fix: pass the model whose arrays the loss reads as model=" in str(report)
+    report = gt.why_zero(lambda: net(x).sum(), model=nn.Linear(5, 3))
+    assert {(f.kind, f.operation) for f in report} == {("unread", "argument")}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_unread_parameter_beside_one_that_is_read_is_in_no_other_copy(frozen):
+    data = torch.ones(2, 2)  # has the shape of the parameters
+    read, unread = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    read.requires_grad_(not frozen)
+    loss = lambda: (read @ (torch.ones(2, 1) if frozen else data)).sum()
+    report = gt.why_zero(loss, model={"read": read, "unread": unread})
+    assert [(f.argument, f.operation) for f in report] == [("unread", "argument")]
+
+
+def test_a_parameter_that_a_host_kernel_reads_is_not_called_unused():
+    layer = nn.Linear(2, 2, bias=False)
+    kernel = gt.host_function(lambda x: x @ layer.weight.detach().numpy().T)
+    report = gt.why_zero(lambda: kernel(torch.ones(3, 2)).sum(), model=layer)
+    assert "No recorded operation of the loss uses the parameter." in str(report)
+    assert "pass a parameter that a host kernel reads to the host function" in str(report)

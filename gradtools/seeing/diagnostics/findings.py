@@ -106,8 +106,9 @@ KINDS: dict[str, FindingKind] = {
     ),
     # kinds of findings about the parameters of a model
     "unread": _in_training(
-        "the loss does not use the parameter",
-        "use the parameter in the loss, or remove the parameter from the model",
+        "no recorded operation of the loss uses the parameter",
+        "use the parameter in the loss, or remove the parameter from the model; pass a parameter "
+        "that a host kernel reads to the host function as an argument",
     ),
     "frozen": _in_training(
         "requires_grad of the parameter is False",
@@ -163,6 +164,7 @@ _FIXES = {
         "set lr of the parameter group to a positive number; if lr starts at zero, call why_zero "
         "after the first step of the schedule"
     ),
+    ("unread", "other arrays"): "pass the model whose arrays the loss reads as model=",
     ("left_framework", "tensor"): (
         "torch.tensor copies numbers: join tensors with torch.stack or torch.cat, and use a tensor "
         "itself rather than a copy"

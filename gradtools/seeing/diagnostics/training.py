@@ -9,7 +9,7 @@ gradient, and where other gradients are lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.backend import Backend
@@ -99,14 +99,24 @@ def trained(
     result = Diagnosis(names=[h.name for h in held if h.role != FROZEN])
 
     if lifted is None:
-        numbers = {h.name: recording.numbers(h.array) for h in held}
+        given = {id(x): graph.inputs[k : k + 1] for k, x in enumerate(program.leaves)}
+        of = lambda x: (*recording.numbers(x), *given.get(id(x), ()))
+        numbers = {h.name: of(h.array) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
     hidden = [h.name for h in held if h.role == UNREGISTERED]
     result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
     examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
     lost_gradients = diagnosed(program, recording, examined, "unread")
-    result.findings += lost_gradients.findings
+    matters = behind(graph, tuple(graph.outputs))
+    own = {n for several in numbers.values() for n in several}
+    others = [n for n in (*graph.inputs, *graph.captured) if n in matters and n not in own]
+    shapes = {graph.values[n].shape for n in others}
+    unread = {f.argument for f in lost_gradients.findings if f.kind == "unread"}
+    is_copy = examined.keys() == unread and all(tuple(h.array.shape) in shapes for h in held)
+    about = {"operation": "other arrays", "detail": "it reads other arrays of the same shapes"}
+    changed = lambda f: replace(f, **about) if is_copy and f.kind == "unread" else f
+    result.findings += map(changed, lost_gradients.findings)
     result.notes += lost_gradients.notes
     result.notes += [(_SPENT, [])] if recording.passes is None else []
 
@@ -121,7 +131,6 @@ def trained(
         result.names += optimised.strangers
     result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
     result.names += wrong
-    matters = behind(graph, tuple(graph.outputs))
     read = {name for name, of in numbers.items() if any(matters.get(n) == _FULL for n in of)}
     if noted := [name for name in frozen if name in read and name not in wrong]:
         result.notes.append((_FROZEN, noted))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradtools.arguments.checks import check_function
+from gradtools.arguments.checks import check_function, check_tolerance, order_among
 from gradtools.boundary import user_facing
 from gradtools.printing import printable
 from gradtools.seeing.formulas import typesetting as ts
@@ -134,7 +134,11 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
-        return [*self._statements.sections[section].lines]
+        sections = self._statements.sections
+        more = "" if self._second else "; pass order=2 to formula for the second derivatives"
+        expected = f"a section from 0 to {len(sections) - 1}{more}"
+        places = range(-len(sections), len(sections))
+        return [*sections[order_among("formula.lines", section, places, expected, "section")].lines]
 
     def latex(self) -> str:
         """Returns the formula in LaTeX, with ``aligned`` blocks for sections and definitions."""
@@ -212,6 +216,7 @@ class Formula:
                 of `derivation` are propagated.
         """
         check_function("formula.agrees_with", derivation, "derivation", curried=False)
+        check_tolerance("formula.agrees_with", tolerance)
         assert self.compare is not None
         return self.compare(derivation, tolerance)
 

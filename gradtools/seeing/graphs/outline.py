@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from gradtools.arguments.checks import whole_or_none
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, grouped, memory_of
 
 ALIVE = "alive anyway"
@@ -285,6 +286,7 @@ class Outline:
             depth: The number of expanded levels; None expands as many levels as `limit` allows.
             limit: The maximum number of operations and collapsed blocks if depth is None.
         """
+        depth = whole_or_none("Graph", "depth", depth, 0, "levels")
         if depth is None:
             deepest = max(map(len, self.around.values()), default=0)
             views = map(self.opened, range(deepest, 0, -1))

@@ -154,8 +154,10 @@ class LeafProgram:
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
         result = self._called(*args[: self._count], **kwargs)
         outs, _ = self.backend.flatten(result)
-        if not any(is_numeric(self.backend, x) for x in outs):
-            hint = " Is a return statement missing?" if result is None else ""
+        converted = any(is_numeric(self.backend, x) for x in outs)
+        if not converted or (self.caller in _WHOLE and not any(map(self.backend.is_array, outs))):
+            hint = " Do not convert the result to NumPy or Python." * converted
+            hint += " Is a return statement missing?" * (result is None)
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, result)}; it must return "
                 f"arrays.{hint}"

@@ -12,6 +12,7 @@ import json
 from html import escape
 from typing import Any
 
+from gradtools.arguments.checks import check_choice
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.outlining import outline_of
@@ -51,15 +52,10 @@ def to_svg(
     Raises:
         GradtoolsError: theme is unknown, or quickjs-ng is not installed.
     """
-    _check_theme("to_svg", theme)
+    check_choice("to_svg", "theme", theme, _THEMES)
     data = json.dumps(data_of(outline_of(graph, title=title), depth))
     document: str = json.loads(interpreter().eval(_FILE)(data, style_sheet(theme)))
     return document
-
-
-def _check_theme(caller: str, theme: str) -> None:
-    if theme not in _THEMES:
-        raise GradtoolsError(f"{caller}: theme={theme!r} is not known; expected one of {_THEMES}.")
 
 
 def interpreter() -> Any:
@@ -88,7 +84,7 @@ def to_html(
     title: str = "",
 ) -> str:
     """Draws a graph as a self-contained HTML page with collapsible blocks; see `to_svg`."""
-    _check_theme("to_html", theme)
+    check_choice("to_html", "theme", theme, _THEMES)
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
     data = json.dumps(data_of(outline, depth), separators=(",", ":"))

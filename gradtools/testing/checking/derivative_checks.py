@@ -17,13 +17,14 @@ the one-sided derivatives, and any derivative between the one-sided derivatives 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import order_among, whole_or_none
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
@@ -138,10 +139,9 @@ def check_context(
 
     Raises an error if `order`, `modes` or `backend` is invalid.
     """
-    if order not in (1, 2):
-        raise GradtoolsError(f"{caller}: order is {order!r}; expected 1 or 2.")
-    unknown = [m for m in modes or () if m not in MODES]
-    if unknown or isinstance(modes, str):
+    order_among(caller, order, (1, 2), "1 or 2")
+    known = not isinstance(modes, str) and isinstance(modes, Collection) and {*modes} <= {*MODES}
+    if modes is not None and not known:
         raise GradtoolsError(
             f"{caller}: modes is {modes!r}; expected a tuple of {', '.join(MODES)}."
         )
@@ -170,7 +170,7 @@ class DerivativeCheck:
         labels: dict[str, str] | None = None,
     ) -> None:
         self.probe, self.modes, self.labels = probe, modes, labels or {}
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(whole_or_none(probe.caller, "seed", seed, 0))
         name = getattr(probe.f, "__name__", type(probe.f).__name__)
         self.report = Report(f"{probe.caller} of {name} in {probe.name}", ("left", "right"))
         self.xs, kinds = probe.leaves, [x.dtype for x in (*probe.leaves, *probe.out)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradtools.arguments.checks import check_tolerance, order_among
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
@@ -96,16 +97,11 @@ def cross_check(
     1994), applied to two frameworks.
     """
     names = tolerances.TOLERANCES
-    if order not in (0, 1, 2):
-        raise GradtoolsError(f"{CALLER}: order is {order!r}; expected 0, 1 or 2.")
+    order = order_among(CALLER, order, (0, 1, 2), "0, 1 or 2")
     if dtype is not None and dtype not in names:
         known = ", ".join(names)
         raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected None or one of {known}.")
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise GradtoolsError(
-            f"{CALLER}: tolerance is {tolerance!r}; expected None or a relative error between 0 "
-            "and 1."
-        )
+    check_tolerance(CALLER, tolerance)
     report = Report(f"{CALLER} of {_name(torch)} and {_name(jax)}")
     options = {"mapping": mapping, "dtype": dtype, "seed": seed}
     inside = crossed(CALLER, torch, jax, args, **options, tolerance=tolerance)

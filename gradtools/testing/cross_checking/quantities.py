@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import whole_number
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.pairing import Pairing, pair_parameters
@@ -91,6 +92,7 @@ def crossed(
             f"{caller}: args must be a tuple with one entry for each argument, got a "
             f"{type(args).__name__}. For one argument write args=(x,)."
         )
+    seed = whole_number(caller, "seed", seed, 0)
     for backend in ("torch", "jax"):
         import_module(f"gradtools.{backend}")  # raises an error with advice if not installed
     inputs = Inputs.read(caller, args, dtype)

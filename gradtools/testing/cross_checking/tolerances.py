@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import order_among
 from gradtools.errors import GradtoolsError
 
 TOLERANCES: dict[str, tuple[float, float, float]] = {
@@ -37,7 +38,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
     """Returns the largest relative error at which two results of one dtype agree.
 
     Args:
-        dtype: A NumPy dtype or its name, real or complex; for two results, the coarser dtype.
+        dtype: A dtype or its name, real or complex; for two results, the coarser dtype.
         order: The order of the derivative: 0, 1 or 2.
 
     Returns:
@@ -52,12 +53,14 @@ def tolerance(dtype: Any, order: int = 0) -> float:
         >>> tolerance("float64", order=1), tolerance("complex64"), tolerance("int32")
         (1e-12, 1e-05, 0.0)
     """
-    if order not in (0, 1, 2):
-        raise GradtoolsError(f"tolerance: order is {order!r}; the table has orders 0, 1 and 2.")
-    row = TOLERANCES.get(real_name(dtype))
-    if row is not None:
-        return row[order]
-    if real_name(dtype).rstrip("0123456789") in ("int", "uint", "bool"):
+    order = order_among("tolerance", order, (0, 1, 2), "0, 1 or 2")
+    try:
+        name = real_name(dtype)
+    except (TypeError, ValueError):  # NumPy raises them for a value that is no dtype
+        name = ""
+    if name in TOLERANCES:
+        return TOLERANCES[name][order]
+    if name.rstrip("0123456789") in ("int", "uint", "bool"):
         return 0.0
     raise GradtoolsError(
         f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
@@ -72,7 +75,8 @@ def epsilon(dtype: Any) -> float:
 
 def real_name(dtype: Any) -> str:
     """Returns the name of a dtype; for a complex dtype, the name of its real part's dtype."""
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    is_name = isinstance(dtype, str) or str(dtype).startswith("torch.")
+    name = str(dtype).removeprefix("torch.") if is_name else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
 
 

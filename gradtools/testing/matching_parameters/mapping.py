@@ -14,8 +14,11 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import library, nested
 from gradtools.testing.matching_parameters.parameter_names import (
+    STATISTICS,
     Path,
+    as_numpy,
     joined,
+    not_parameters,
     path_of,
     read_torch,
     without_collection,
@@ -45,10 +48,16 @@ class Layout:
 
     def to_jax(self, x: np.ndarray) -> np.ndarray:
         """Converts PyTorch's array to JAX's layout."""
-        x = x if self.rows is None else x[slice(*self.rows)]
-        x = x if self.axes is None else x.transpose(self.axes)
-        x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
-        return np.asarray(x if self.shape is None else x.reshape(self.shape), order="C")
+        given = as_numpy(x)
+        x = given if self.rows is None else given[slice(*self.rows)]
+        try:
+            x = x if self.axes is None else x.transpose(self.axes)
+            x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
+            return np.asarray(x if self.shape is None else x.reshape(self.shape), order="C")
+        except ValueError as error:
+            raise GradtoolsError(
+                f"Layout.to_jax: {self} does not fit an array of shape {given.shape}: {error}."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class ParameterMapping:
         Raises:
             GradtoolsError: A name in `torch_params` is not in this mapping, or a shape differs.
         """
-        arrays = read_torch(torch_params)
+        arrays = read_torch("to_jax", torch_params)
         if unknown := [name for name in arrays if name not in self.source]:
             raise GradtoolsError(
                 f"to_jax: the mapping does not contain {', '.join(unknown[:8])}; its names "
@@ -120,11 +129,14 @@ class ParameterMapping:
         flat: dict[Path, np.ndarray] = {}
         for e in self.entries:
             if e.torch_name in arrays:
-                x = arrays[e.torch_name]
-                if x.shape != e.torch_shape:
-                    raise GradtoolsError(
-                        f"to_jax: {e.torch_name} has shape {x.shape}, expected {e.torch_shape}."
-                    )
+                for name in filter(None, (e.torch_name, e.added)):
+                    x = arrays.get(name, np.asarray(None))
+                    if x.shape != e.torch_shape:
+                        came = f"is {x}" if x.dtype == object else f"has shape {x.shape}"
+                        raise GradtoolsError(
+                            f"to_jax: {name} {came}; expected an array of shape {e.torch_shape} "
+                            f"for {e}. Names without arrays may be omitted."
+                        )
                 flat[e.jax_path] = e.to_jax(arrays)
         return nested(flat)
 
@@ -137,6 +149,9 @@ class ParameterMapping:
         Returns:
             A new model of the same type, whose arrays have the dtypes of `module`.
 
+        Raises:
+            GradtoolsError: An array of this mapping is absent or has another shape in `module`.
+
         Example:
             >>> import equinox as eqx, jax, torch
             >>> from gradtools.testing import match_parameters
@@ -147,6 +162,8 @@ class ParameterMapping:
         """
         import jax
 
+        if library(module) in ("torch.nn", "flax.linen"):
+            raise not_parameters("into", "JAX", module)
         if library(module) == "flax.nnx":
             from flax import nnx
 
@@ -154,6 +171,16 @@ class ParameterMapping:
             return nnx.merge(graph, self.into(state))
         name = lambda path: joined(without_collection(path))
         arrays = {name(e.jax_path): e.to_jax(self.source) for e in self.entries}
+        leaves = {name(path_of(p)): x for p, x in jax.tree_util.tree_leaves_with_path(module)}
+        for e in self.entries:
+            path, leaf = name(e.jax_path), leaves.get(name(e.jax_path))
+            shape = getattr(leaf, "shape", "no such array")
+            is_optional = leaf is None and e.torch_name.endswith(STATISTICS)
+            if arrays[path].shape != shape and not is_optional:
+                raise GradtoolsError(
+                    f"into: {path} has shape {arrays[path].shape} in the mapping; this model has "
+                    f"{shape}. Make the mapping from this model."
+                )
 
         def replaced(path: Any, leaf: Any) -> Any:
             x = arrays.get(name(path_of(path)))

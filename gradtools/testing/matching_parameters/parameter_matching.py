@@ -39,6 +39,7 @@ from gradtools.testing.matching_parameters.mapping import (
 )
 from gradtools.testing.matching_parameters.parameter_names import (
     CALLER,
+    STATISTICS,
     Path,
     joined,
     name_key,
@@ -61,7 +62,6 @@ _LEAVES = {  # PyTorch's name of an array, and the names in JAX
     "weight_g": ("g",),
 }
 _NORMED = "parametrizations.weight.original"  # torch.nn.utils.parametrizations.weight_norm
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def match_parameters(
@@ -116,7 +116,7 @@ def matched(
     """Implements `match_parameters`; `caller` is the name of the operator in error messages."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
-    search = _Matching(read_torch(torch_params), read_jax(jax_params), transposed)
+    search = _Matching(read_torch(caller, torch_params), read_jax(caller, jax_params), transposed)
     for name, target in (overrides or {}).items():
         search.override(name, target)
     search.by_name()
@@ -245,7 +245,7 @@ class _Matching:
                     layout, shape = replace(layout, rows=part.rows), self.source[part.name].shape
                     found[leaf] = ParameterPair(part.name, path, layout, shape)
                     break
-        trained = [{*leaves} - {*_STATISTICS} for leaves in (ours, found)]
+        trained = [{*leaves} - {*STATISTICS} for leaves in (ours, found)]
         complete = trained[0] == trained[1] and len(trained[0]) == len({*theirs} - {"mean", "var"})
         return [*found.values()] if complete else []
 
@@ -255,7 +255,7 @@ class _Matching:
         for name, x in self.torch.items():
             if x.dtype.kind in "iub":
                 self.left_out.append(f"{name} (an integer buffer)")
-            elif name.endswith(_STATISTICS):
+            elif name.endswith(STATISTICS):
                 self.left_out.append(f"{name} (no statistics in JAX's parameters)")
             else:
                 rest.append(f"{name} {x.shape} (no counterpart in JAX)")
@@ -279,7 +279,8 @@ class _Matching:
         for name, x in self.torch.items():
             module, _, leaf = name.rpartition(".")
             for path, y in self.jax.items():
-                if joined(path[:-1]) == module and path[-1] in _LEAVES.get(leaf, (leaf,)):
+                is_pair = joined(path[:-1]) == module and path[-1] in _LEAVES.get(leaf, (leaf,))
+                if is_pair and _layout(x.shape, path, y.shape) is None:
                     found.append(f"{name} {x.shape} and {joined(path)} {y.shape}")
         return f" The shapes of {', '.join(found)} do not correspond." if found else ""
 

@@ -8,27 +8,43 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import library
 
 Path = tuple[Any, ...]
 CALLER = "match_parameters"
 _COLLECTIONS = ("params", "batch_stats")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_EXPECTED = {
+    "PyTorch": "a torch.nn.Module or a dictionary from names to arrays",
+    "JAX": "the variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
+    "dictionaries of arrays",
+}
 
 
-def read_torch(params: Any) -> dict[str, np.ndarray]:
+def read_torch(caller: str, params: Any) -> dict[str, np.ndarray]:
     """Converts a module, a state_dict or a dictionary to NumPy arrays that are keyed by name."""
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
-        raise GradtoolsError(
-            f"{CALLER}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
-            "a dictionary from names to arrays."
-        )
-    return {str(name): _numpy(x) for name, x in params.items()}
+        raise not_parameters(caller, "PyTorch", params)
+    return {str(name): as_numpy(x) for name, x in params.items()}
 
 
-def read_jax(params: Any) -> dict[Path, np.ndarray]:
+def not_parameters(caller: str, framework: str, params: Any) -> GradtoolsError:
+    """Returns the error for an object that is no model or parameters of a framework."""
+    came, hint = with_article(type(params).__name__), ""
+    if kind := library(params):
+        came = f"the {kind} module {type(params).__name__}"
+    if kind not in (None, "flax.linen") and caller == CALLER:
+        hint = " Are the arguments swapped? Call match_parameters(torch_model, jax_model)."
+    return GradtoolsError(
+        f"{caller}: expected {framework}'s parameters, {_EXPECTED[framework]}; got {came}.{hint}"
+    )
+
+
+def read_jax(caller: str, params: Any) -> dict[Path, np.ndarray]:
     """Converts linen variables, nnx or equinox modules, or dicts to NumPy arrays keyed by path."""
     import jax
 
@@ -43,12 +59,8 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
 
         params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
     elif not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
-        raise GradtoolsError(
-            f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
-            "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
-            "dictionaries of arrays."
-        )
-    return {path_of(keys): _numpy(x) for keys, x in jax.tree.leaves_with_path(params)}
+        raise not_parameters(caller, "JAX", params)
+    return {path_of(keys): as_numpy(x) for keys, x in jax.tree.leaves_with_path(params)}
 
 
 def path_of(keys: Sequence[Any]) -> Path:
@@ -58,7 +70,8 @@ def path_of(keys: Sequence[Any]) -> Path:
     return path[:-1] if path[-1:] == ("value",) else path
 
 
-def _numpy(x: Any) -> np.ndarray:
+def as_numpy(x: Any) -> np.ndarray:
+    """Converts an array of either framework to a NumPy array."""
     return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
 
 

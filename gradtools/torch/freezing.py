@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from gradtools.arguments.chunks import Chunks
-from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.torch import _upstream as upstream
@@ -32,6 +31,7 @@ from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.captured_tensors import Replaced, as_read_now
 from gradtools.torch.chunking import Chunk, held_by, recomputes, verifies
 from gradtools.torch.compiling import left_to_python
+from gradtools.torch.frozen_constants import Constants, gate_of
 from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
@@ -157,8 +157,6 @@ class _Use(Program):
     """A recorded call of a frozen function, which can be evaluated again.
 
     Attributes:
-        gates: The number of extra arguments before the arguments of G: 1 if a scalar represents the
-            constants of G, otherwise 0.
         retained: An empty list, or a list with one pair: the arguments as leaf tensors, and the
             outputs with their graph.
         kernels: The context manager in which later evaluations run.
@@ -167,7 +165,7 @@ class _Use(Program):
         hooked: Whether G registers gradient hooks, which do not run in forward mode.
     """
 
-    edit, hooked, gates, kernels = "", False, 0, _NOTHING
+    edit, hooked, kernels = "", False, _NOTHING
     pulls = _Pullback
 
     def __init__(self, uses: Uses, *args: Any) -> None:
@@ -186,7 +184,7 @@ class _Use(Program):
         inner, graph = self.retained.pop()
         if self.known is None:
             return ys
-        gate = self._gate(self.sources)
+        gate = self.gate = gate_of(self.caller, self.sources)
         self.set_sources([])
         if upstream.saved_tensors_hooks_on(False) is None:
             self.uses.keep(self, [*gate, *inner], graph)
@@ -200,15 +198,10 @@ class _Use(Program):
         self.retained.append((list(xs), list(ys)))
         return ys
 
-    def _gate(self, constants: Tensors) -> Tensors:
-        gate = [*_Constants.apply(self.caller, True, *constants)] if constants else []
-        self.gates = len(gate)
-        return gate
-
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
         with upstream.temporarily_clear_interpreter_stack():
             fixed = [not upstream.is_wrapped(x) for x in captured]
-            gate = self._gate([*compress(captured, fixed)])
+            gate = self.gate = gate_of(self.caller, [*compress(captured, fixed)])
             every = [x.detach() if f else x for x, f in zip(captured, fixed, strict=True)]
         self.captured = captured
         self.retained.clear()
@@ -224,9 +217,8 @@ class _Use(Program):
         return super().again(xs)
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        first = len(self.captured)
         with self.kernels:
-            return super()._call(xs if self.call else [*xs[:first], *xs[first + self.gates :]])
+            return super()._call(xs)
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
         primals = [upstream.unpack_dual(y, level=0)[0] if is_dual(y) else y for y in ys]
@@ -239,9 +231,8 @@ class _Use(Program):
     # --- derivatives of a recorded call
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        gates = range(len(self.captured), len(self.captured) + self.gates)
-        every = zip(wants, xs, strict=True)
-        return [w and not is_spent(x) and i not in gates for i, (w, x) in enumerate(every)]
+        every = zip(super().wanted(ctx, xs, wants), xs, strict=True)
+        return [w and not is_spent(x) for w, x in every]
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -274,34 +265,4 @@ def _constant(caller: str, held: Held) -> Replaced:
     """Returns a context manager in which derivatives with respect to parameters raise errors."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
-        return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
-
-
-class _Constants(torch.autograd.Function):
-    """Returns the constants of G, or one scalar that represents all constants.
-
-    A derivative with respect to a constant raises an error.
-
-    Args:
-        one: Whether to return one scalar that represents all constants.
-    """
-
-    recorded_as = "frozen"
-
-    @staticmethod
-    def forward(ctx: Any, caller: str, one: bool, *constants: Tensor) -> Any:
-        ctx.caller = caller
-        return (torch.zeros(()),) if one else tuple([x.detach() for x in constants])
-
-    @staticmethod
-    @user_facing
-    def backward(ctx: Any, *_: Any) -> Any:
-        fun = name_of_function(ctx.caller)
-        instead = "call G without frozen" if ctx.caller == "frozen" else "leave out the mode"
-        raise GradtoolsError(
-            f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
-            "reads and does not take as an argument; such parameters are constants here. Pass "
-            "them as arguments (make_functional), freeze them (module.requires_grad_(False)), "
-            "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
-            f"{instead}."
-        )
+        return Replaced(xs, Constants.apply(caller, False, *xs) if xs else ())

@@ -41,6 +41,7 @@ from gradtools.torch.captured_tensors import (
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
+from gradtools.torch.frozen_constants import constants_among, gate_of
 from gradtools.torch.functorch_wrappers import (
     PLAIN,
     alive,
@@ -92,6 +93,8 @@ class Program:
         first: Pairs of an output of the first run and its version counter, for comparison.
         call: A function that evaluates f on a batch if the program is mapped by vmap, or None.
         captured: The tensors that are replaced by the first arguments when the program runs.
+        gate: A list with one scalar that represents the constants of frozen functions in f, which
+            precedes the arguments of f, or an empty list.
         inline: The number of captured tensors that were sources before `inlined` was called.
         inlines: Whether the sources can be replaced by arguments when the program runs again.
         otherwise: Whether later runs use other operations, whose results differ by rounding.
@@ -101,6 +104,7 @@ class Program:
     known: Tensors | None = None
     tracked: Sequence[bool] | None = None
     call: Run | None = None
+    gate: Sequence[Tensor] = ()
     inline, inlines = 0, True
     verify = otherwise = False
     pulls: type[Pull] | None = None
@@ -130,7 +134,10 @@ class Program:
         ctx: The context object of the autograd node.
         wants: Whether the backward pass may need the gradient of each input.
         """
-        return wants
+        if not self.gate:
+            return wants
+        first = len(self.sources) + len(self.captured)  # the index of the gate
+        return [w and i != first for i, w in enumerate(wants)]
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """Runs f for the first time, and returns the detached outputs and the state after the run.
@@ -194,9 +201,9 @@ class Program:
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
         """Attaches the known outputs to xs and the sources with one autograd node."""
         if {x.grad_fn for x in self.sources} <= {None}:
-            return recomputed(self, xs)
+            return recomputed(self, [*self.gate, *xs])
         # Captured tensors with a graph become arguments, at which the graph of f ends.
-        return recomputed(self.inlined(), [*self.sources, *xs])
+        return recomputed(self.inlined(), [*self.sources, *self.gate, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Stores the outputs of the first run for later comparison."""
@@ -212,7 +219,12 @@ class Program:
         ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {node_of(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
-        for node in nodes_of(ys, ends.keys() | given):
+        nodes = nodes_of(ys, ends.keys() | given)
+        fixed, constants = constants_among(nodes)
+        if fixed:
+            self.gate = gate_of("frozen", constants)
+            nodes = nodes_of(ys, ends.keys() | given | {*fixed})
+        for node in nodes:
             if node in given:
                 continue
             if type(node) is upstream.AccumulateGrad:
@@ -247,6 +259,8 @@ class Program:
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
+        if self.gate:
+            xs = [*xs[:count], *xs[count + 1 :]]
         if not (count or self.replaced):
             return self.run(xs)
         with Replaced(self.captured, xs[:count], self.replaced) as mode:

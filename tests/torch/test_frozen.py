@@ -426,3 +426,21 @@ def test_a_function_that_takes_derivatives_is_differentiated_in_forward_mode(nam
         torch.autograd.grad((frozen(x) + frozen(2 * x)).sum(), x)
         slope = lambda y: gt.grad(lambda z: f(y, frozen(z)))(z).sum()
         torch.testing.assert_close(gt.grad(slope)(y), expected)
+
+
+@pytest.mark.parametrize("remade", ["checkpoint", "chunked"])
+def test_parameters_of_a_frozen_function_stay_constants_in_a_recomputed_function(remade):
+    W, V = (torch.linspace(-1, k, 9, dtype=D).reshape(3, 3).requires_grad_() for k in (1, 2))
+    x = torch.linspace(-1, 2, 12, dtype=D).reshape(4, 3).requires_grad_()
+    G = gt.frozen(lambda x: (x @ W).tanh())
+    again = {"checkpoint": gt.checkpoint, "chunked": lambda f: gt.chunked(f, 2)}[remade]
+
+    def derivatives(f):
+        slope, of_v = torch.autograd.grad(f(x).sin().sum(), [x, V], create_graph=True)
+        return slope, of_v, *torch.autograd.grad(slope.square().sum(), [x, V])
+
+    result = derivatives(again(lambda x: G(x) @ V))
+    expected = derivatives(lambda x: (x @ W.detach()).tanh() @ V)
+    torch.testing.assert_close(result, expected)
+    with pytest.raises(GradtoolsError, match="frozen: a derivative is needed with respect to"):
+        again(lambda x: G(x) @ V)(x).sum().backward()

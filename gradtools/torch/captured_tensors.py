@@ -161,9 +161,11 @@ class Captured(Replaced):
         return x if self._is_beneath() else self._entered_level(x)
 
     def _is_beneath(self) -> bool:
-        """Returns whether the active level of torch.func is below the level of f."""
-        level = upstream.peek_interpreter_stack()
-        return level is None or level.level() < self._level
+        """Returns whether the level of f is not active, as in the rule of a Function for vmap."""
+        for level in upstream.get_interpreter_stack() or ():
+            if level.level() == self._level:  # a rule may create another level with this number
+                return level.key() != upstream.TransformType.Grad
+        return True
 
     def _entered_level(self, x: Tensor) -> Tensor:
         entry = self.found.get(id(x))

@@ -95,3 +95,14 @@ def test_a_checkpoint_that_is_mapped_may_hold_a_derivative(name):
             for f in (gt.checkpoint(inner), inner)
         )
         torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
+def test_a_recomputed_jacobian_of_a_rule_that_computes_derivatives_is_mapped(remade):
+    """The rule of the solution creates levels of torch.func beneath the level of f."""
+    root = gt.implicit_solution(lambda z, t: z**2 - t, lambda t: t.sqrt())
+    x = torch.linspace(1, 2, 8, dtype=torch.float64).reshape(2, 4)
+    slope = (0.5 / x.sqrt()).diag_embed()
+    torch.testing.assert_close(gt.vmap(remade(gt.jacobian(root)))(x), slope)
+    total = gt.grad(lambda x: remade(gt.jacobian(root))(x).square().sum())
+    torch.testing.assert_close(gt.vmap(total)(x), -0.25 / x.square())

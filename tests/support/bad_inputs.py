@@ -584,6 +584,9 @@ BAD: dict[str, Call] = {
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
     "accumulating an object": lambda gt, a: gt.GradientAccumulator().add(object()),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
+    "accumulating parameters": lambda gt, a: gt.GradientAccumulator().add(
+        dict(layer(gt).named_parameters())
+    ),
     "accumulating another structure": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
@@ -601,6 +604,12 @@ BAD: dict[str, Call] = {
     ),
     "assign_gradients of another length": lambda gt, a: gt.assign_gradients(
         [target(gt, a), target(gt, a)], [a(V)]
+    ),
+    "assign_gradients, the parameters as gradients": lambda gt, a: gt.assign_gradients(
+        *2 * [dict(layer(gt).named_parameters())]
+    ),
+    "accumulate_gradients, the params of make_functional": lambda gt, a: gt.accumulate_gradients(
+        net := layer(gt), gt.make_functional(net)[1]
     ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
@@ -784,6 +793,9 @@ NATIVE = {
 
 # calls that raise an error in only one backend
 ONLY = {
+    "accumulating parameters": "torch",
+    "assign_gradients, the parameters as gradients": "torch",
+    "accumulate_gradients, the params of make_functional": "torch",
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
     "a forward rule with its arguments swapped": "torch",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.checks import check_choice, tuple_of_names
 from gradtools.backend import Operators
 
 Apply = Callable[..., tuple[Any, Any]]
@@ -114,6 +115,8 @@ class Models(Operators):
             Traceback (most recent call last):
             gradtools.errors.GradtoolsError: make_functional: got an int; ...
         """
+        check_choice("make_functional", "train", train, (True, False, None))
+        rng_names = tuple_of_names("make_functional", "rng_names", rng_names)
         modules = self._backend.submodule("modules", "make_functional")
         apply, params, state = modules.make_functional(
             module, variables=variables, train=train, rng_names=rng_names

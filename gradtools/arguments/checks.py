@@ -39,6 +39,14 @@ def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
 
 
+def tuple_of_names(caller: str, name: str, value: Any) -> tuple[str, ...]:
+    """Returns the value of an option as a tuple; raises an error if an entry is not a string."""
+    if isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value):
+        return tuple(value)
+    like = (value if isinstance(value, str) else "x",)
+    raise GradtoolsError(f"{caller}: {name} is {value!r}; expected a tuple of names, such as {like}.")
+
+
 def same_length(
     caller: str, primals: Any, tangents: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

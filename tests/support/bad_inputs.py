@@ -613,6 +613,10 @@ BAD: dict[str, Call] = {
     ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
+    "make_functional, a string as rng_names": lambda gt, a: gt.make_functional(
+        layer(gt), rng_names="dropout"
+    ),
+    "make_functional, a string as mode": lambda gt, a: gt.make_functional(layer(gt), train="eval"),
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),

@@ -44,7 +44,9 @@ def tuple_of_names(caller: str, name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value):
         return tuple(value)
     like = (value if isinstance(value, str) else "x",)
-    raise GradtoolsError(f"{caller}: {name} is {value!r}; expected a tuple of names, such as {like}.")
+    raise GradtoolsError(
+        f"{caller}: {name} is {value!r}; expected a tuple of names, such as {like}."
+    )
 
 
 def same_length(

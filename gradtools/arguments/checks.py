@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,6 +244,8 @@ def differentiable_leaf(
         else:
             came = f"an object of type {type(leaf).__name__}"
             fix = "Pass the object's arrays in a list or a dictionary"
+            if isinstance(leaf, Iterator):
+                fix = "For the parameters of a module pass the module, for other arrays a list"
             if found := kind_of_module(leaf):
                 kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
                 if isinstance(leaf, type):

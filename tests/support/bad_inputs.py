@@ -316,6 +316,10 @@ BAD: dict[str, Call] = {
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
         a(V)
     ),
+    "grad with respect to a list of parameters": lambda gt, a: gt.grad(
+        lambda p: 1.0 * layer(gt)(a(F32)).sum()
+    )([*layer(gt).parameters()]),
+    "vjp, primals in a tuple": lambda gt, a: noted(lambda: gt.vjp(mean, (a(V), a(ROWS)))),
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
     "argnums repeats an argument": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(
@@ -797,6 +801,7 @@ NATIVE = {
 
 # calls that raise an error in only one backend
 ONLY = {
+    "grad with respect to a list of parameters": "torch",
     "accumulating parameters": "torch",
     "assign_gradients, the parameters as gradients": "torch",
     "accumulate_gradients, the params of make_functional": "torch",

@@ -47,6 +47,7 @@ _INSTEAD = {
     "custom_jvp": "custom_rule(f), then f.defjvp(rule)",
     "remat": "checkpoint(f)",
     "jit": "compile(f)",
+    "nn": "gradtools.jax.linen, gradtools.jax.nnx or gradtools.jax.equinox",
     "pure_callback": "host_function(kernel)",
 }
 _PATH_OF = {

@@ -87,6 +87,7 @@ class MixedPartials(Operators):
                     return G(z)
 
         of_z = call_of_primals(backend, "mixed_partial", run, (z,), names=("z",))
+        of_z.function = "G"
         directions = [of_z.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
         outs, extras, pushed = backend.jvps(of_z, of_z.leaves, directions)  # G(z) and J u
         g = of_z.output(outs, extras)[0]

@@ -33,7 +33,7 @@ def check_function(
     raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 
-def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_choice(caller: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raises an error if the value of an option is not one of the allowed values."""
     if value not in allowed:
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
@@ -306,6 +306,14 @@ def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
             f"apply: {what} must be {expected}, as make_functional returned it; got "
             f"{with_article(type(given).__name__)}. Call apply(params, state, *args)."
         )
+
+
+def note_of_apply(error: TypeError) -> None:
+    """Adds a note to an error of a module that apply calls with other arguments than it takes."""
+    if "argument" in str(error):
+        hint = "pass the eqx.nn.State to make_functional as variables="
+        hint = hint if "'state'" in str(error) else "pass a random key as key="
+        error.add_note(f"apply(params, state, *args, key=None) calls the module with args; {hint}.")
 
 
 def check_names(

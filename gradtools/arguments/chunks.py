@@ -230,7 +230,7 @@ class ChunkFunction:
         for i in self.keys:
             if values[i] is not None:
                 fold_in = backend.submodule("arrays", "key_argnums").fold_in
-                values[i] = fold_in(values[i], index)
+                values[i] = fold_in(f"{self.outputs.caller}: argument {i}", values[i], index)
         containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
         count = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[count:], strict=True))
@@ -240,8 +240,10 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
+                    chunked = self.outputs.caller == "chunked"
+                    who = "f was" if chunked else "f, or the function weights, was"
                     note = backend.hint_at_traced_value(error) or (
-                        f"f was called with one chunk, ({called}).{self._hints(values)}"
+                        f"{who} called with one chunk, ({called}).{self._hints(values)}"
                         f"{self._shared_in_words(number, count)}"
                     )
                     error.add_note(f"{self.outputs.caller}: {note}")

@@ -66,13 +66,9 @@ def passed_on(error: Exception, options: Sequence[str] = ()) -> str:
 
 def note_of_primals(name: str, args: Sequence[Any], error: Exception) -> None:
     """Adds a note to an error of f if the primals were passed to vjp or linearize as one tuple."""
-    is_tuple = len(args) == 3 and isinstance(args[2], (tuple, list))  # args[0] is `self`
     missing = isinstance(error, TypeError) and "required positional argument" in str(error)
-    if is_tuple and missing and name in ("vjp", "linearize"):
-        error.add_note(
-            f"{name} was called with one primal, a {type(args[2]).__name__}. Pass the "
-            f"arguments of f one by one: {name}(f, *primals)."
-        )
+    if missing and name in ("vjp", "linearize") and isinstance(args[-1], (tuple, list)):
+        error.add_note(f"Pass the arguments of f one by one: {name}(f, *primals).")
 
 
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:

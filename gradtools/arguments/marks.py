@@ -103,17 +103,14 @@ _NOTHING = nullcontext()
 
 def not_retained(name: str, within: str) -> GradtoolsError:
     """Returns the error for a mark in code whose cotangents are not those of the outer program."""
+    loop = "In a loop use jax.lax.scan, or jax.lax.fori_loop with constant bounds; otherwise return"
     return GradtoolsError(
         f"retained_gradients: the value {name!r} is marked inside of {within}, where its gradient "
-        "cannot be retained. Return the value, and mark it outside"
-        f"{_OTHERWISE.get(within, '')}."
+        f"cannot be retained. {loop if within == 'while' else 'Return'} the value, and mark it "
+        "outside."
     )
 
 
-_OTHERWISE = {
-    "while": ("; or write the loop as jax.lax.scan, or as jax.lax.fori_loop with constant bounds"),
-    "frozen": ", or call G without frozen",
-}
 _RETAINING = ("mixed_partial", "chunked", "checkpoint", "microbatched_value_and_grad")
 
 

@@ -27,6 +27,7 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.freezing import edit_in_frozen, name_of_function
+from gradtools.rules import constant_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.captured_tensors import Replaced, as_read_now
@@ -40,6 +41,7 @@ from gradtools.torch.recomputation import (
     Program,
     Pull,
     Pulled,
+    changed_error,
     first_in_functorch,
     gradients,
     recomputed,
@@ -216,11 +218,7 @@ class _Use(Program):
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         if self.changes not in (None, self.held.versions()):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.caller} computes {name_of_function(self.caller)} again, "
-                "and one of its parameters was changed after the forward pass."
-            )
+            raise changed_error(self.caller, name_of_function(self.caller))
         return super().again(xs)
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
@@ -296,12 +294,6 @@ class _Constants(torch.autograd.Function):
     @staticmethod
     @user_facing
     def backward(ctx: Any, *_: Any) -> Any:
-        fun = name_of_function(ctx.caller)
-        instead = "call G without frozen" if ctx.caller == "frozen" else "leave out the mode"
-        raise GradtoolsError(
-            f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
-            "reads and does not take as an argument; such parameters are constants here. Pass "
-            "them as arguments (make_functional), freeze them (module.requires_grad_(False)), "
-            "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
-            f"{instead}."
-        )
+        advice = " (make_functional), freeze it (module.requires_grad_(False)), select inputs "
+        advice += "(torch.autograd.grad, or backward(inputs=...))"
+        raise constant_error(ctx.caller, "a parameter", advice)

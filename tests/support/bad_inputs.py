@@ -205,6 +205,13 @@ def added(gt: Any, *grads: Any) -> None:
         total.add(one)
 
 
+def keyed(gt: Any, a: Any) -> Any:
+    """Call the function of a module with a random key before the module's argument."""
+    net = layer(gt)
+    apply, params, state = gt.make_functional(net)
+    return apply(params, state, gt.random_key(0), a(F32), a(F32))
+
+
 def target(gt: Any, a: Any) -> Any:
     """Return an array into which gradients can be accumulated."""
     x = a(V)
@@ -320,6 +327,30 @@ BAD: dict[str, Call] = {
         lambda p: 1.0 * layer(gt)(a(F32)).sum()
     )([*layer(gt).parameters()]),
     "vjp, primals in a tuple": lambda gt, a: noted(lambda: gt.vjp(mean, (a(V), a(ROWS)))),
+    "hvp of a pair": lambda gt, a: gt.hvp(lambda x: (x.sum(), x), (a(V),), (a(V),)),
+    "mixed_partial, an edit in G": lambda gt, a: gt.mixed_partial(
+        lambda y, g: (y * g).sum(), clipped(gt), a(V), a(V), a(V)
+    ),
+    "a sparsity pattern that is traced": lambda gt, a: gt.vmap(
+        lambda s: gt.jacobian(lambda x: x, sparsity=s)(a(V))
+    )(a(np.ones((1, 2, 2)))),
+    "a microbatch's key that is a seed": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x, key: (x @ w).sum(), 2, key_argnums=2
+    )(a(V), a(ROWS), 0),
+    "microbatched, weights of y only": lambda gt, a: noted(
+        lambda: gt.microbatched_value_and_grad(mean, 2, weights=lambda x: 1.0)(a(V), a(ROWS))
+    ),
+    "apply with a key by position": lambda gt, a: noted(lambda: keyed(gt, a)),
+    "retained_gradients of a branch on a value": lambda gt, a: noted(
+        lambda: gt.retained_gradients(lambda x: x.sum() if x[0] > 0 else x)(a(V))
+    ),
+    "checkpoint of a branch on a value": lambda gt, a: noted(
+        lambda: gt.grad(gt.checkpoint(lambda x: x.sum() if x[0] > 0 else x))(a(V))
+    ),
+    "forward over reverse, a captured array": lambda gt, a: gt.grad(
+        lambda y: gt.grad(lambda x: (x * y).sum() ** 2, mode="forward_over_reverse")(a(V)).sum()
+    )(a(V)),
+    "the layers' namespace of the other framework": lambda gt, a: gt.nn,
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
     "argnums repeats an argument": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(
@@ -794,6 +825,7 @@ BAD: dict[str, Call] = {
 
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
+    "the layers' namespace of the other framework": "AttributeError: Python's protocol requires it",
     "a kernel that raises": "LinAlgError: the error of a kernel is not wrapped",
     "a kernel that writes to its argument": "ValueError: NumPy raises it for a read-only argument",
 }
@@ -801,6 +833,10 @@ NATIVE = {
 
 # calls that raise an error in only one backend
 ONLY = {
+    "retained_gradients of a branch on a value": "jax",
+    "checkpoint of a branch on a value": "jax",
+    "forward over reverse, a captured array": "jax",
+    "the layers' namespace of the other framework": "jax",
     "grad with respect to a list of parameters": "torch",
     "accumulating parameters": "torch",
     "assign_gradients, the parameters as gradients": "torch",

@@ -123,12 +123,12 @@ class Chunking(Operators):
             `module`.
 
         Raises:
-            GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
-                length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
-                module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics; the message explains how to omit this output. f returns None.
-                Constants such as None, strings and flags must be equal in all chunks. When
-                differentiated: f returns different values when it is recomputed.
+            GradtoolsError: chunk_size is below 1. (When called) A list is empty; axes differ in
+                length; in_axes or out_axes do not match; f is a DistributedDataParallel (wrap the
+                module that calls chunked instead); f returns None; an output cannot be
+                concatenated, such as batch statistics (the message explains how to omit it); a
+                constant in the output, such as None, a string or a flag, differs between chunks.
+                (When differentiated) f returns different values when it is recomputed.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)

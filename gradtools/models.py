@@ -104,7 +104,8 @@ class Models(Operators):
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
-                called); ``train`` is given, but the module has no argument for it. From apply:
+                called); ``train`` is not True, False or None, or the module has no argument for it;
+                rng_names is not a tuple of names. From apply:
                 params or state is not a pytree as make_functional returned it, for example if both
                 are exchanged; a name is missing or unexpected (flax.linen reports missing names
                 itself), or, in PyTorch and Keras, an array in params has a wrong shape; in JAX, a

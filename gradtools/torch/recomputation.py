@@ -155,12 +155,13 @@ class Program:
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
         if sources is None:
-            read = "reads a tensor that was computed outside of f"
-            what = "changes an argument in place" if changed else read
+            what, fix = "reads a tensor that was computed outside of f", "Pass it as an argument."
+            if changed:
+                what, fix = "changes an argument in place", "Clone the argument."
             warn_once(
                 (self.caller, what),
                 f"{self.caller}: f {what}, so it is not recomputed: its graph is kept in "
-                "memory. Clone the argument, or pass the tensor as an argument.",
+                f"memory. {fix}",
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]

@@ -88,7 +88,7 @@ class RetainedGradients(Operators):
         A mark raises an error where its gradient cannot be retained: inside of `frozen`, of
         mode="forward_over_reverse", of F and solve of `implicit_solution`, and of
         `jax.lax.while_loop`, which has no reverse mode. A mark inside of a function with a custom
-        rule has no gradient, because the rule replaces the derivative of the function.
+        rule is not retained, or raises an error, because the rule replaces the derivative.
 
         Args:
             f: As in `grad`; f, or a function that f calls, calls `retain_gradient`.

@@ -105,11 +105,11 @@ class Models(Operators):
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
                 called); ``train`` is not True, False or None, or the module has no argument for it;
-                rng_names is not a tuple of names. From apply:
-                params or state is not a pytree as make_functional returned it, for example if both
-                are exchanged; a name is missing or unexpected (flax.linen reports missing names
-                itself), or, in PyTorch and Keras, an array in params has a wrong shape; in JAX, a
-                module draws random numbers and no key is given.
+                rng_names is not a tuple of names. From apply: params or state is not a pytree as
+                make_functional returned it, for example if both are exchanged; a name is missing or
+                unexpected (flax.linen reports missing names itself), or, in PyTorch and Keras, an
+                array in params has a wrong shape; in JAX, a module draws random numbers and no key
+                is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

@@ -336,9 +336,9 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 def _is_same(p: torch.Tensor, g: torch.Tensor) -> bool:
     """Returns whether g is p, or an alias of p such as the params of `make_functional`."""
-    if g is p or upstream.storage_key(g) != upstream.storage_key(p):
+    if g is p or not upstream.is_alias_of(p, g):
         return g is p
-    return g.storage_offset() == p.storage_offset() and g.numel() > 0
+    return p.layout is torch.strided and g.storage_offset() == p.storage_offset()
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:

@@ -430,7 +430,12 @@ class _Microbatches:
         """Returns a chunk's weight: `size`, the sum of `given`, or the result of `self.weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
-        result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
+        backend = self.backend
+        try:
+            result = self.weights(*args, **takes(self.weights, kwargs))
+        except TypeError as error:
+            error.add_note("weights is called with f's arguments.")
+            raise
         shape = tuple(getattr(result, "shape", ()))
         real = is_numeric(backend, result) and not backend.is_complex(backend.asarray(result))
         if shape != () or not real:

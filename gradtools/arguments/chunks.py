@@ -240,10 +240,8 @@ class ChunkFunction:
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     called = ", ".join([describe(backend, x) for x in values])
-                    chunked = self.outputs.caller == "chunked"
-                    who = "f was" if chunked else "f, or the function weights, was"
                     note = backend.hint_at_traced_value(error) or (
-                        f"{who} called with one chunk, ({called}).{self._hints(values)}"
+                        f"f was called with one chunk, ({called}).{self._hints(values)}"
                         f"{self._shared_in_words(number, count)}"
                     )
                     error.add_note(f"{self.outputs.caller}: {note}")

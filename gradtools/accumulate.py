@@ -295,10 +295,12 @@ class GradientAccumulator:
         for k, array in enumerate(arrays):
             if array is None or not self._backend.is_inexact(array):
                 came = with_article(type(leaves[k]).__name__)
+                such = " (p.grad)" if array is None and hasattr(leaves[k], "grad") else ""
                 raise GradtoolsError(
                     f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
                     f"{came if array is None else words(self._arrays.spec(array))}; expected a "
-                    "floating or complex array. Pass gradients, or None for a missing gradient."
+                    f"floating or complex array. Pass gradients{such}, or None for a missing "
+                    "gradient."
                 )
         specs = tuple(map(self._arrays.spec, arrays))
         varies = tuple(map(self._arrays.varies, arrays))

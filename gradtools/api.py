@@ -47,6 +47,7 @@ _INSTEAD = {
     "custom_jvp": "custom_rule(f), then f.defjvp(rule)",
     "remat": "checkpoint(f)",
     "jit": "compile(f)",
+    "nn": "gradtools.jax.linen, gradtools.jax.nnx or gradtools.jax.equinox",
     "pure_callback": "host_function(kernel)",
     "to_jax": "gradtools.bridge.to_jax(f)",
     "to_torch": "gradtools.bridge.to_torch(f)",

@@ -123,12 +123,12 @@ class Chunking(Operators):
             `module`.
 
         Raises:
-            GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
-                length, in_axes or out_axes do not match, f is a DistributedDataParallel (wrap the
-                module that calls chunked instead), or an output cannot be concatenated, such as
-                batch statistics; the message explains how to omit this output. f returns None, or a
-                constant (None, a string, a flag) that is not equal in all chunks. When
-                differentiated: f returns different values when it is recomputed.
+            GradtoolsError: chunk_size is below 1. (When called) A list is empty; axes differ in
+                length; in_axes or out_axes do not match; f is a DistributedDataParallel (wrap the
+                module that calls chunked instead); f returns None; an output cannot be
+                concatenated, such as batch statistics (the message explains how to omit it); a
+                constant in the output, such as None, a string or a flag, differs between chunks.
+                (When differentiated) f returns different values when it is recomputed.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -432,7 +432,12 @@ class _Microbatches:
         """Returns a chunk's weight: `size`, the sum of `given`, or the result of `self.weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
-        result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
+        backend = self.backend
+        try:
+            result = self.weights(*args, **takes(self.weights, kwargs))
+        except TypeError as error:
+            error.add_note("weights is called with f's arguments.")
+            raise
         shape = tuple(getattr(result, "shape", ()))
         real = is_numeric(backend, result) and not backend.is_complex(backend.asarray(result))
         if shape != () or not real:

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from gradtools.arguments.checks import check_function
+from gradtools.arguments.checks import check_function, tuple_of_names
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
@@ -137,7 +137,9 @@ class CustomRule:
         self.jvp: Callable[..., Any] | None = None
         self.symbolic_zeros: frozenset[str] = frozenset()
         self._backend = backend
-        self.static_argnames = _static_names(static_argnames)
+        names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+        names = [*names] if isinstance(names, (set, frozenset)) else names
+        self.static_argnames = tuple_of_names("custom_rule", "static_argnames", names)
         self._init_caches()
 
     def __repr__(self) -> str:
@@ -432,15 +434,3 @@ def _is_hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _static_names(given: Any) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, (tuple, list, set, frozenset)) or not all(
-        isinstance(name, str) for name in names
-    ):
-        raise GradtoolsError(
-            f"custom_rule: static_argnames is {given!r}; expected an argument's name, or a tuple "
-            "of names."
-        )
-    return tuple(names)

@@ -518,7 +518,8 @@ class Derivatives(Operators):
         opened = self._backend.opened(spec.operator, spec.f, args, kwargs, positions)
         if opened is None or not opened.reads_own:
             return self._gradient_at(replace(spec, f=spec.frozen), *args, **kwargs)
-        frozen = Freezing(self._backend).frozen_for(spec.operator, opened)
+        caller = f"{spec.operator}(mode='forward_over_reverse')"
+        frozen = Freezing(self._backend).frozen_for(caller, opened)
         return self._gradient_at(replace(spec, f=frozen), *opened.args, **kwargs)
 
     def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:

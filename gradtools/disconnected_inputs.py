@@ -64,6 +64,8 @@ def check_connected(
     fix = 'If the gradient should be zero, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
         fix = "Leave the argument out of the differentiated arguments, or let f use the argument."
+    if call.opened is None and any(type(x).__name__ == "Parameter" for x in call.leaves):
+        fix = f"To differentiate a module, pass the module: {caller}(f)(module). {fix}"
     message = (
         f"{caller}: {names} {verb} not reach the output of f by a differentiable path. An "
         "argument has no such path if it is unused, stopped or detached, cast to an integer, "

@@ -156,11 +156,8 @@ class Edits(Operators):
         backend = self._backend
         if isinstance(x, (float, int)):
             _check_x_first(name, x, "scale", scale)
-        if sign < 0 and isinstance(scale, (float, int, np.number)) and scale < 0:
-            raise GradtoolsError(
-                f"{name}: scale is {scale}; it must not be negative. For a factor of either sign "
-                "use scale_gradient."
-            )
+        if sign < 0:
+            check_reversal(name, scale)
         if isinstance(scale, int):
             scale = as_float(name, "scale", scale)
         rule = None
@@ -445,6 +442,15 @@ _OF_SURROGATE = "straight_through calls the surrogate with f's arguments."
 
 def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
+
+
+def check_reversal(caller: str, scale: Any) -> None:
+    """Raises an error if the scale of a gradient reversal is a negative number."""
+    if isinstance(scale, (float, int, np.number)) and scale < 0:
+        raise GradtoolsError(
+            f"{caller}: scale is {scale}; it must not be negative. For a factor of either sign "
+            "use scale_gradient."
+        )
 
 
 def _check_x_first(name: str, x: Any, option: str, given: Any) -> None:

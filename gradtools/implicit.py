@@ -18,6 +18,7 @@ from math import nan, prod
 from typing import Any
 
 from gradtools.arguments.checks import check_function
+from gradtools.arguments.marks import here
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend, Operators
 from gradtools.boundary import like_function
@@ -161,8 +162,9 @@ class _Solution:
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
         """Returns z, or `(z, aux)`, for the given arguments."""
-        form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
-        p = self._connected(form, x, (captured, args, kwargs))
+        with here.refusing("implicit_solution"):  # rules differentiate F and solve
+            form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
+            p = self._connected(form, x, (captured, args, kwargs))
         z = self._tree(form, self.root(form, x, p))
         return (z, aux) if self.has_aux else z
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
-from gradtools.arguments.marks import Mark, MarkedValues, here
+from gradtools.arguments.marks import Mark, MarkedValues, here, not_retained
 from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Operators, P, R, T
 from gradtools.derivatives import Argnums, derivative_function
@@ -83,8 +83,12 @@ class RetainedGradients(Operators):
 
         In eager PyTorch f is evaluated once; inside of torch.func's transforms, f is evaluated
         twice, first to determine the shapes of marked values. In JAX f is traced to a jaxpr, so
-        it cannot branch on values, and marks in `jax.lax.while_loop`, which has no reverse mode,
-        raise an error.
+        it cannot branch on values.
+
+        A mark raises an error where its gradient cannot be retained: inside of `frozen`, of
+        mode="forward_over_reverse", of F and solve of `implicit_solution`, and of
+        `jax.lax.while_loop`, which has no reverse mode. A mark inside of a function with a custom
+        rule is not retained, or raises an error, because the rule replaces the derivative.
 
         Args:
             f: As in `grad`; f, or a function that f calls, calls `retain_gradient`.
@@ -122,6 +126,8 @@ class RetainedGradients(Operators):
 
     def _marked(self, x: Any, name: str) -> Any:
         backend = self._backend
+        if here.tape is not None and here.tape.within:
+            raise not_retained(name, here.tape.within)
         leaves, treedef = backend.flatten(x)
         leaves = [backend.as_leaf(v) for v in leaves]
         places = [i for i, v in enumerate(leaves) if backend.is_array(v) and backend.is_inexact(v)]

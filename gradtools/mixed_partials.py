@@ -7,6 +7,7 @@ from typing import Any
 
 from gradtools.arguments.calls import Call, call_of_primals
 from gradtools.arguments.checks import check_function
+from gradtools.arguments.marks import ChunkedCall, here
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Fun, Operators, R, T
 from gradtools.errors import GradtoolsError
@@ -77,7 +78,16 @@ class MixedPartials(Operators):
         if not us:
             return []
         backend = self._backend
-        of_z = call_of_primals(backend, "mixed_partial", G, (z,), names=("z",))
+        run = G
+        if here.tape is not None:  # a recomputation of G in PyTorch uses the same marks
+            place = ChunkedCall("mixed_partial")
+
+            def run(z: Any) -> Any:
+                with place.at(0):
+                    return G(z)
+
+        of_z = call_of_primals(backend, "mixed_partial", run, (z,), names=("z",))
+        of_z.function = "G"
         directions = [of_z.from_trees((u,), name) for u, name in zip(us, names, strict=True)]
         outs, extras, pushed = backend.jvps(of_z, of_z.leaves, directions)  # G(z) and J u
         g = of_z.output(outs, extras)[0]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.checks import check_choice, tuple_of_names
 from gradtools.backend import Operators
 
 Apply = Callable[..., tuple[Any, Any]]
@@ -103,17 +104,20 @@ class Models(Operators):
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 as arguments (the module is scripted or sharded, or is lazy and has not been
-                called); ``train`` is given, but the module has no argument for it. From apply:
-                params or state does not have the structure that make_functional returned, for
-                example if they are swapped; a name is missing or unexpected (flax.linen reports
-                missing names itself), or, in PyTorch and Keras, an array in params has a wrong
-                shape; in JAX, a module draws random numbers and no key is given.
+                called); ``train`` is not True, False or None, or the module has no argument for it;
+                rng_names is not a tuple of names. From apply: params or state is not a pytree as
+                make_functional returned it, for example if they are swapped; a name is missing or
+                unexpected (flax.linen reports missing names itself), or, in PyTorch and Keras, an
+                array in params has a wrong shape; in JAX, a module draws random numbers and no key
+                is given.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS
             Traceback (most recent call last):
             gradtools.errors.GradtoolsError: make_functional: got an int; ...
         """
+        check_choice("make_functional", "train", train, (True, False, None))
+        rng_names = tuple_of_names("make_functional", "rng_names", rng_names)
         modules = self._backend.submodule("modules", "make_functional")
         apply, params, state = modules.make_functional(
             module, variables=variables, train=train, rng_names=rng_names

@@ -217,6 +217,16 @@ USE_REVERSE_MODE = (
 )
 
 
+def constant_error(caller: str, what: str, advice: str) -> GradtoolsError:
+    """Returns the error for a derivative with respect to a constant of a frozen function."""
+    fun = "G" if caller == "frozen" else "f"
+    last = "call G without frozen" if fun == "G" else "leave out the mode"
+    return GradtoolsError(
+        f"{caller}: a derivative is needed with respect to {what} that {fun} reads and does not "
+        f"take as an argument, so it is a constant. Pass it as an argument{advice}, or {last}."
+    )
+
+
 def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError:
     """Returns the error for a rule that closes over a differentiated array.
 
@@ -224,6 +234,9 @@ def closed_over_error(name: str, x: Any = None, fix: str = "") -> GradtoolsError
     fix: Another possible cause.
     """
     which = "" if x is None else f" of shape {tuple(x.shape)} and dtype {x.dtype}"
+    rule, _, caller = name.removesuffix("'s pullback").partition(": ")
+    if rule == "frozen":  # "frozen", or "frozen: " and the operator with a mode
+        return constant_error(caller or rule, f"an array{which}", "")
     return GradtoolsError(
         f"rule {name!r} closes over an array{which} that is differentiated or mapped; its "
         "derivative would be lost. Pass that array to the function as an argument. A method's "

@@ -40,6 +40,11 @@ def sparse_jacobian(
     symmetric: Whether the result is a Hessian; the pattern may then omit (j, i) if it has (i, j).
     """
     backend = call.backend
+    if any(map(backend.is_traced, backend.flatten(sparsity)[0])):
+        raise GradtoolsError(
+            f"{call.caller}: sparsity is a traced array, so its values are not known. Close over a "
+            "concrete pattern instead of passing it through jit or vmap."
+        )
     x = _only(call, call.leaves, "the argument")
     pattern = _pattern(call.caller, sparsity, tuple(x.shape))
     if symmetric and pattern.shape[0] != pattern.shape[1]:

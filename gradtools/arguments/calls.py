@@ -47,6 +47,7 @@ class Call:
     returns_output = True  # Whether the operator returns the detached output of f.
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
+    function = "f"  # The function's name in messages.
     needs_floats = False  # Whether f must return a floating or complex array.
     own: frozenset[int] = frozenset()  # The ids of the leaves that are module parameters.
     # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
@@ -336,6 +337,8 @@ class Call:
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix
+        elif not single:
+            fix = f"Return only the loss, since {self.caller} has no has_aux"
         elif self.has_aux:
             fix += "; with has_aux=True f returns (loss, aux), in this order"
         derivative, parenthesis, _ = str(getattr(self.f, "__name__", "")).partition("(")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,20 @@ def check_function(
     raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 
-def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_choice(caller: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raises an error if the value of an option is not one of the allowed values."""
     if value not in allowed:
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
+
+
+def tuple_of_names(caller: str, name: str, value: Any) -> tuple[str, ...]:
+    """Returns the value of an option as a tuple; raises an error if an entry is not a string."""
+    if isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value):
+        return tuple(value)
+    like = (value if isinstance(value, str) else "x",)
+    raise GradtoolsError(
+        f"{caller}: {name} is {value!r}; expected a tuple of names, such as {like}."
+    )
 
 
 def same_length(
@@ -253,6 +263,8 @@ def differentiable_leaf(
         else:
             came = f"an object of type {type(leaf).__name__}"
             fix = "Pass the object's arrays in a list or a dictionary"
+            if isinstance(leaf, Iterator):
+                fix = "For the parameters of a module pass the module, for other arrays a list"
             if found := kind_of_module(leaf):
                 kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
                 if isinstance(leaf, type):
@@ -313,6 +325,14 @@ def check_kind(what: str, given: Any, kinds: Any, expected: str) -> None:
             f"apply: {what} must be {expected}, as returned with apply; got "
             f"{with_article(type(given).__name__)}. Call apply(params, state, *args)."
         )
+
+
+def note_of_apply(error: TypeError) -> None:
+    """Adds a note to an error of a module that apply calls with other arguments than it takes."""
+    if "argument" in str(error):
+        hint = "pass the eqx.nn.State to make_functional as variables="
+        hint = hint if "'state'" in str(error) else "pass a random key as key="
+        error.add_note(f"apply(params, state, *args, key=None) calls the module with args; {hint}.")
 
 
 def check_names(

@@ -230,7 +230,7 @@ class ChunkFunction:
         for i in self.keys:
             if values[i] is not None:
                 fold_in = backend.submodule("arrays", "key_argnums").fold_in
-                values[i] = fold_in(values[i], index)
+                values[i] = fold_in(f"{self.outputs.caller}: argument {i}", values[i], index)
         containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
         count = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[count:], strict=True))

@@ -65,6 +65,13 @@ def passed_on(error: Exception, options: Sequence[str] = ()) -> str:
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
 
 
+def note_of_primals(name: str, args: Sequence[Any], error: Exception) -> None:
+    """Adds a note to an error of f if the primals were passed to vjp or linearize as one tuple."""
+    missing = isinstance(error, TypeError) and "required positional argument" in str(error)
+    if missing and name in ("vjp", "linearize") and isinstance(args[-1], (tuple, list)):
+        error.add_note(f"Pass the arguments of f one by one: {name}(f, *primals).")
+
+
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
     """Returns an error that explains how a call differs from an operator's signature.
 

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 from gradtools.backend_arrays import Array
+from gradtools.errors import GradtoolsError
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class Mark:
 
 
 class MarkedValues:
-    """The marks of one evaluation of f and their arrays, in order of evaluation."""
+    """The marks of one evaluation of f and their arrays, in order of evaluation.
 
-    def __init__(self) -> None:
+    within: The operator that is being evaluated and in which marks raise errors, or "".
+    """
+
+    def __init__(self, within: str = "") -> None:
+        self.within = within
         self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by position in f
 
     @property
@@ -87,17 +92,36 @@ class _Marking(threading.local):
         finally:
             self.tape, self.place, self.count = before
 
+    def refusing(self, within: str) -> Any:
+        """Returns a context manager in which marks raise errors that name the operator."""
+        return _NOTHING if self.tape is None else self.moved(MarkedValues(within), ())
+
 
 here = _Marking()
 _NOTHING = nullcontext()
+
+
+def not_retained(name: str, within: str) -> GradtoolsError:
+    """Returns the error for a mark in code whose cotangents are not those of the outer program."""
+    loop = "In a loop use jax.lax.scan, or jax.lax.fori_loop with constant bounds; otherwise return"
+    return GradtoolsError(
+        f"retained_gradients: the value {name!r} is marked inside of {within}, where its gradient "
+        f"cannot be retained. {loop if within == 'while' else 'Return'} the value, and mark it "
+        "outside."
+    )
+
+
+_RETAINING = ("mixed_partial", "chunked", "checkpoint", "microbatched_value_and_grad")
 
 
 class ChunkedCall:
     """The position of a chunked call among the marks; see `at` for the position of a chunk."""
 
     def __init__(self, caller: str) -> None:
+        self._tape = here.tape
         # A custom rule differentiates a frozen function, so marks in the function have no gradient.
-        self._tape = None if caller == "frozen" else here.tape
+        if here.tape is not None and caller not in _RETAINING:
+            self._tape = MarkedValues(caller)
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:

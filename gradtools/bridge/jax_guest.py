@@ -20,8 +20,7 @@ from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import array_of, refuse_wide
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
-from gradtools.jax.known_errors import explained
-from gradtools.jax.rules.primitives import READS_A_VALUE
+from gradtools.jax.known_errors import READS_A_VALUE, explained
 from gradtools.rules import closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import PLAIN, is_wrapped

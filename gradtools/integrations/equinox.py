@@ -18,6 +18,7 @@ import jax
 import gradtools.jax as gt
 from gradtools.arguments.checks import check_kind
 from gradtools.arguments.wording import with_article
+from gradtools.edits import check_reversal
 from gradtools.errors import GradtoolsError
 from gradtools.jax.arrays import check_key
 from gradtools.jax.known_errors import NEEDS_KEY, says
@@ -40,6 +41,9 @@ class GradientReversal(eqx.Module):
     """
 
     scale: float = eqx.field(static=True, default=1.0)
+
+    def __check_init__(self) -> None:
+        check_reversal("GradientReversal", self.scale)
 
     def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
         """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale.

@@ -21,6 +21,7 @@ from flax.errors import (
 
 import gradtools.jax as gt
 from gradtools.arguments.checks import check_kind, wrong_names
+from gradtools.edits import check_reversal
 from gradtools.errors import GradtoolsError
 from gradtools.jax.modules import keys, mode_of, no_key
 
@@ -41,6 +42,10 @@ class GradientReversal(linen.Module):
     """
 
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_reversal("GradientReversal", self.scale)
+        super().__post_init__()
 
     def __call__(self, x: Any, scale: Any = None) -> Any:
         """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale."""

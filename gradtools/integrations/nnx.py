@@ -24,6 +24,7 @@ from flax import nnx
 import gradtools.jax as gt
 from gradtools.arguments.checks import check_kind, wrong_names
 from gradtools.backend import Array
+from gradtools.edits import check_reversal
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import (
     cells_of,
@@ -58,6 +59,7 @@ class GradientReversal(nnx.Module):
     """
 
     def __init__(self, scale: float = 1.0) -> None:
+        check_reversal("GradientReversal", scale)
         self.scale = scale
 
     def __call__(self, x: Any, scale: Any = None) -> Any:

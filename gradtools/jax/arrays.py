@@ -89,9 +89,9 @@ def split_key(key: jax.Array, n: int = 2) -> jax.Array:
     return jax.random.split(key, n)
 
 
-def fold_in(key: jax.Array, index: Any) -> jax.Array:
+def fold_in(caller: str, key: jax.Array, index: Any) -> jax.Array:
     """Returns the key that is derived from `key` and an index, which may be traced."""
-    check_key("chunked", key)
+    check_key(caller, key)
     return jax.random.fold_in(key, index)
 
 

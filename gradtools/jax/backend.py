@@ -14,10 +14,9 @@ import numpy as np
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.clipping import clip_norm
 from gradtools.jax import arrays, engines, jaxprs, module_arguments, shardings, trees
-from gradtools.jax.known_errors import NO_VALUES
+from gradtools.jax.known_errors import NO_VALUES, READS_A_VALUE
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.installing import apply_rule, attempt
-from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, transpose
 from gradtools.jax.trees import LinearMap
 from gradtools.rules import replaced_at

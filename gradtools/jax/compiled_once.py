@@ -25,7 +25,7 @@ from gradtools.code_origin import is_in
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, file_of
 from gradtools.jax.jaxprs import Eqn, Jaxpr, open_jaxpr, traced
-from gradtools.jax.rules.primitives import READS_A_VALUE
+from gradtools.jax.known_errors import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule

@@ -93,7 +93,8 @@ def _mark_passed(leaves: Sequence[Array], outs: Sequence[Array]) -> None:
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    with explained(_caller(fun, "jvp")), jax.named_scope(DERIVATIVE_SCOPE):
+    names = _caller(fun, "jvp"), getattr(fun, "function", "f")
+    with explained(*names), jax.named_scope(DERIVATIVE_SCOPE):
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
         _mark_passed(leaves, outs)
     return outs, extras, pushed

@@ -104,6 +104,7 @@ class _Use:
 
     def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)
+        self.rule_name = caller if caller == "frozen" else f"frozen: {caller}"
         self.fun, self.count = fun, sum(map(is_inexact, xs))
         self.user_functions: Any = (fun,)  # the objects that may capture further arrays
         self.captured: list[Any] = []  # arrays that are passed after the arguments
@@ -112,7 +113,7 @@ class _Use:
             self.captured = self.fun.captured
             self.user_functions = () if self.captured else (list(self.fun.consts),)
         self.rule = TracedRule(
-            "frozen",
+            self.rule_name,
             self.fun,
             linearize=self.linearize,
             user_functions=self.user_functions,
@@ -126,7 +127,7 @@ class _Use:
     def linearize(self, *xs: Array) -> Linearized:
         """Evaluates G, and returns the linear maps. The residuals of the pullback are extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
-        with explained(self.caller):
+        with explained(self.caller, self.name):
             ys, native = jax.vjp(self.at(fixed), *fixed[: self.count])
         left, treedef = jax.tree.flatten(native)
         likes, n, m = [jax.typeof(y) for y in ys], len(xs), len(xs) + len(ys)
@@ -147,7 +148,7 @@ class _Use:
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """Applies the pullback of G. The residuals are recomputed from the arguments."""
-        with explained(self.caller):
+        with explained(self.caller, self.name):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
@@ -239,13 +240,13 @@ def _pullback(
                 values.extend(compress(ys, mask))
                 return spread(cts, mask)
 
-            with explained(use.caller):
+            with explained(use.caller, use.name):
                 return [*pull(use.at(xs), moved, with_values), *values]
 
         return _along(run, xs[:count], us)
 
     return TracedRule(
-        "frozen's pullback",
+        f"{use.rule_name}'s pullback",
         primal,
         tangent,
         cotangent,

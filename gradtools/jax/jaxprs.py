@@ -17,6 +17,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from gradtools.jax._upstream import Literal, bind_again, constants_of, name_of
+from gradtools.jax.known_errors import NO_VALUES, READS_A_VALUE
 
 Jaxpr = Any  # JAX 0.12 merged ClosedJaxpr into Jaxpr
 Eqn = Any
@@ -47,7 +48,12 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
     Closed-over NumPy arrays are copied, because users may overwrite them before the backward pass.
     """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    try:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    except READS_A_VALUE as error:
+        if not any(NO_VALUES in note for note in getattr(error, "__notes__", ())):
+            error.add_note(NO_VALUES)
+        raise
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
     return program, [own(c) for c in constants_of(closed)]
 

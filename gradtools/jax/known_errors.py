@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
+
 from gradtools.code_origin import place_of
 from gradtools.errors import refusal, said_by
 from gradtools.rules import USE_REVERSE_MODE
 
 
 @contextmanager
-def explained(caller: str) -> Iterator[None]:
-    """Context manager that re-raises known JAX errors with advice."""
+def explained(caller: str, f: str = "f") -> Iterator[None]:
+    """Context manager that re-raises known JAX errors with advice on the function f."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
         advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
         if advice is None:
             raise
-        message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
+        message = f"{caller}: {f}{advice[1:]} JAX says{place_of(error)}: {error}"
         raise refusal(error, message) from error
 
 
@@ -41,6 +43,13 @@ def refused_number(error: BaseException) -> str:
     return conversion if conversion in ("float", "int", "complex") else ""
 
 
+READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""JAX's errors for a program that needs the value of an array while it is traced."""
 CALLS_JAX = "no_execution config option"  # text of an error of `jax.no_execution`
 NO_VALUES = (
     "is traced, so its arrays have no values. Instead of a Python if use jnp.where or "

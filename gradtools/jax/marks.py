@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from gradtools.arguments.marks import Mark, MarkedValues
+from gradtools.arguments.marks import Mark, MarkedValues, not_retained
 from gradtools.backend import Array, Evaluation
-from gradtools.errors import GradtoolsError
 from gradtools.jax import engines, jaxprs
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.compiled_once import run_compiled
@@ -78,11 +77,7 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
         longer = lambda a: jax.ShapeDtypeStruct((eqn.params["length"], *a.shape), a.dtype)
         return [(replace(m, loops=m.loops + 1), [*map(longer, avals)]) for m, avals in found]
     if found and name not in ("cond", *jaxprs.CALLS, *jaxprs.RULED):
-        raise GradtoolsError(
-            f"retained_gradients: the value {found[0][0].name!r} is marked inside of {name}, where "
-            "its gradient cannot be retained. In a loop use jax.lax.scan, or jax.lax.fori_loop "
-            "with Python integers as bounds; otherwise return the value, and mark it outside."
-        )
+        raise not_retained(found[0][0].name, name)
     return found
 
 

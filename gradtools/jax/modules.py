@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from gradtools.arguments.checks import note_of_apply
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
@@ -59,7 +60,11 @@ def make_functional(
 
 def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     trees.flatten((args, kwargs))  # rejects PyTorch tensors, which a library would convert
-    return apply(*args, **kwargs)
+    try:
+        return apply(*args, **kwargs)
+    except TypeError as error:
+        note_of_apply(error)
+        raise
 
 
 def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:

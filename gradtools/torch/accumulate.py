@@ -98,8 +98,9 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """Returns x without its graph, or None if x is not a tensor."""
-    return x.detach() if isinstance(x, torch.Tensor) else None
+    """Returns x without its graph, or None if x is not a tensor or is a parameter."""
+    is_gradient = isinstance(x, torch.Tensor) and type(x) is not torch.nn.Parameter
+    return x.detach() if is_gradient else None
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
@@ -292,6 +293,9 @@ def _check(caller: str, entry: TargetLeaf) -> None:
             "would outlive it. Return the gradients from the transformed function and write them "
             "outside."
         )
+    if _is_same(p, g):
+        fix = "Pass the gradients, for example p.grad or the result of grad."
+        refuse(caller, f"grads{path} is the parameter itself", "its gradient", fix)
     if not p.is_leaf:
         came, fix = f"target{path} is the result of {type(p.grad_fn).__name__}", "Give parameters."
         refuse(caller, came, "a leaf tensor", f"{fix} Intermediate results have no .grad.")
@@ -321,13 +325,20 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
     if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False
-    if any(map(_is_traced, ps)) or any(map(_is_traced, gs)):
+    if any(map(_is_traced, ps)) or any(map(_is_traced, gs)) or any(map(_is_same, ps, gs)):
         return False
     if not all(p.requires_grad and p.is_leaf for p in ps):
         return False
     properties = attrgetter("shape"), attrgetter("device")
     alike = all([*map(of, ps)] == [*map(of, gs)] for of in properties)
     return alike and [*map(_expected_dtype, ps, gs)] == [*map(_dtype, gs)]
+
+
+def _is_same(p: torch.Tensor, g: torch.Tensor) -> bool:
+    """Returns whether g is p, or an alias of p such as the params of `make_functional`."""
+    if g is p or not upstream.is_alias_of(p, g):
+        return g is p
+    return p.layout is torch.strided and g.storage_offset() == p.storage_offset()
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:

@@ -91,9 +91,9 @@ def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))
 
 
-def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
+def fold_in(caller: str, key: torch.Tensor, index: int) -> torch.Tensor:
     """Returns the key that `split_key` would return at the given index."""
-    check_key("chunked", key)
+    check_key(caller, key)
     return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
 
 

@@ -40,6 +40,7 @@ from gradtools.torch.recomputation import (
     Program,
     Pull,
     Pulled,
+    changed_error,
     first_in_functorch,
     gradients,
     recomputed,
@@ -209,11 +210,7 @@ class _Use(Program):
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         if self.changes not in (None, self.held.versions()):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.caller} computes {name_of_function(self.caller)} again, "
-                "and one of its parameters was changed after the forward pass."
-            )
+            raise changed_error(self.caller, name_of_function(self.caller))
         return super().again(xs)
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:

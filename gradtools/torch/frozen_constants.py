@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from gradtools.boundary import user_facing
-from gradtools.errors import GradtoolsError
-from gradtools.freezing import name_of_function
+from gradtools.rules import constant_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import nodes_behind
 
@@ -47,12 +46,6 @@ class Constants(torch.autograd.Function):
     @staticmethod
     @user_facing
     def backward(ctx: Any, *_: Any) -> Any:
-        fun = name_of_function(ctx.caller)
-        instead = "call G without frozen" if ctx.caller == "frozen" else "leave out the mode"
-        raise GradtoolsError(
-            f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
-            "reads and does not take as an argument; such parameters are constants here. Pass "
-            "them as arguments (make_functional), freeze them (module.requires_grad_(False)), "
-            "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
-            f"{instead}."
-        )
+        advice = " (make_functional), freeze it (module.requires_grad_(False)), select inputs "
+        advice += "(torch.autograd.grad, or backward(inputs=...))"
+        raise constant_error(ctx.caller, "a parameter", advice)

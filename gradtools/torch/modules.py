@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtools.arguments.checks import check_names
+from gradtools.arguments.checks import check_names, note_of_apply
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import with_parts
@@ -197,7 +197,11 @@ def _call(
     own = {name: buffer.clone() for name, buffer in state.items()}
     copy, given = copied(params, own), {**params, **own}
     with reading([(x, given[name]) for name, x in originals.items()]):
-        out = copy.root(*args, **kwargs)
+        try:
+            out = copy.root(*args, **kwargs)
+        except TypeError as error:
+            note_of_apply(error)
+            raise
     return out, copy.buffers()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 import gradtools.torch as gt
+from gradtools.edits import check_reversal
 
 
 class GradientReversal(nn.Module):
@@ -30,6 +31,7 @@ class GradientReversal(nn.Module):
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
+        check_reversal("GradientReversal", scale)
         self.scale = scale
 
     def forward(self, x: Any, scale: Any = None) -> Any:

@@ -163,12 +163,13 @@ class Program:
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
         if sources is None:
-            read = "reads a tensor that was computed outside of f"
-            what = "changes an argument in place" if changed else read
+            what, fix = "reads a tensor that was computed outside of f", "Pass it as an argument."
+            if changed:
+                what, fix = "changes an argument in place", "Clone the argument."
             warn_once(
                 (self.caller, what),
                 f"{self.caller}: f {what}, so f is not recomputed, and its graph is kept "
-                "in memory. Clone the argument, or pass the tensor as an argument.",
+                f"in memory. {fix}",
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]
@@ -286,7 +287,8 @@ class Program:
                     "backward pass, so its gradient would be wrong. f depends on state "
                     "other than its arguments, random streams and the buffers of modules: an "
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
-                    "state as an argument, or make it a buffer."
+                    "state as an argument, or make it a buffer. If train() or eval() was called, "
+                    "or an argument was changed in place, call backward before."
                 )
         self.first.clear()  # copies of this program share the list
         self.verified()
@@ -538,6 +540,15 @@ class _Node(torch.autograd.Function):
 _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[attr-defined]
 
 
+def changed_error(caller: str, fun: str) -> RuntimeError:
+    """Returns the error for a parameter that was changed before the backward pass."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {caller} computes {fun} again in the backward pass, and a parameter of {fun} "
+        "was changed after the forward pass. Call backward before the optimizer's step."
+    )
+
+
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Computes the gradients with respect to the program's sources and its arguments xs."""
     program = ctx.program
@@ -545,11 +556,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
     if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
     if [*map(upstream.version_of, program.sources)] != program.versions:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: {program.caller} computes f again in the backward pass, and a "
-            "parameter that f reads was changed after the forward pass."
-        )
+        raise changed_error(program.caller, "f")
     if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
         # The hooks of the sources must run once, on the sum of the gradients.
         xs, program = [*program.sources, *xs], program.inlined()

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from gradtools import GradtoolsError
+
 
 def gradient_in_torch(layer, *args):
     import torch
@@ -79,6 +81,16 @@ def test_the_gradient_is_reversed_by_the_layers_scale_or_that_of_the_call(
     np.testing.assert_array_equal(dx, [-1, -2, -4])
     for args, expected in (((), [-0.5, -1, -2]), ((three,), [-3, -6, -12]), ((0.0,), [0, 0, 0])):
         np.testing.assert_array_equal(gradient(half, *args)[1], expected)
+
+
+def test_a_layer_refuses_a_negative_scale():
+    layers = [
+        pytest.importorskip(f"gradtools.{name}")
+        for name in ("torch.nn", "jax.linen", "jax.nnx", "jax.equinox")
+    ]
+    for layer in layers:
+        with pytest.raises(GradtoolsError, match=r"GradientReversal: scale is -1.0; it must not"):
+            layer.GradientReversal(-1.0)
 
 
 def test_a_scheduled_scale_is_traced_under_jit():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -216,12 +218,35 @@ def test_the_value_keeps_its_bits(gt):
     assert gt.to_numpy(aux).tolist() == [np.inf, -np.inf]
 
 
-def test_marks_of_frozen_functions_are_not_retained(gt, wx):
+@pytest.mark.parametrize(
+    "within", ["frozen", "grad(mode='forward_over_reverse')", "implicit_solution"]
+)
+def test_a_mark_whose_gradient_cannot_be_retained_is_refused(gt, wx, within):
     w, x = wx
-    f = lambda x: gt.frozen(lambda x: layer(gt, w, x))(x).sum()
-    _, g, retained = gt.retained_gradients(f)(x)
-    assert retained == {}
-    agree(gt, g, gt.grad(lambda x: gt.xp.tanh(x @ w).sum())(x))
+
+    def f(x):
+        if within == "frozen":
+            return gt.frozen(lambda x: layer(gt, w, x))(x).sum()
+        if within == "implicit_solution":
+            return gt.implicit_solution(lambda z, x: gt.retain_gradient(z, "h") - x, abs)(x).sum()
+        inner = lambda x: gt.retain_gradient(x**3, "h").sum()
+        return gt.grad(inner, mode="forward_over_reverse")(x).sum()
+
+    agree(gt, gt.grad(f)(abs(x)), gt.grad(f)(abs(x)))  # without `retained_gradients` marks work
+    with pytest.raises(GradtoolsError, match=f"is marked inside of {re.escape(within)}, where"):
+        gt.retained_gradients(f)(abs(x))
+
+
+def test_a_mark_in_g_of_mixed_partial(gt, wx):
+    x = wx[1]
+
+    def f(x, d):
+        G = lambda z: gt.retain_gradient(z**2 + d, "h") ** 2
+        return gt.mixed_partial(lambda y, g: (y * g).sum() ** 2, G, x, x, [x, x])[0].sum()
+
+    zero = 0 * x
+    retained = gt.retained_gradients(f)(x, zero)[2]["h"]
+    agree(gt, retained, gt.grad(f, argnums=1)(x, zero))
 
 
 def test_jax_programs_have_no_operation_for_a_mark(backend_name, gt, wx):

@@ -235,6 +235,13 @@ def averaged(gt: Any, a: Any) -> Any:
     return total.mean(axis_name="rows")
 
 
+def keyed(gt: Any, a: Any) -> Any:
+    """Call the function of a module with a random key before the module's argument."""
+    net = layer(gt)
+    apply, params, state = gt.make_functional(net)
+    return apply(params, state, gt.random_key(0), a(F32), a(F32))
+
+
 def target(gt: Any, a: Any) -> Any:
     """Return an array into which gradients can be accumulated."""
     x = a(V)
@@ -387,6 +394,34 @@ BAD: dict[str, Call] = {
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
         a(V)
     ),
+    "grad with respect to a list of parameters": lambda gt, a: gt.grad(
+        lambda p: 1.0 * layer(gt)(a(F32)).sum()
+    )([*layer(gt).parameters()]),
+    "vjp, primals in a tuple": lambda gt, a: noted(lambda: gt.vjp(mean, (a(V), a(ROWS)))),
+    "hvp of a pair": lambda gt, a: gt.hvp(lambda x: (x.sum(), x), (a(V),), (a(V),)),
+    "mixed_partial, an edit in G": lambda gt, a: gt.mixed_partial(
+        lambda y, g: (y * g).sum(), clipped(gt), a(V), a(V), a(V)
+    ),
+    "a sparsity pattern that is traced": lambda gt, a: gt.vmap(
+        lambda s: gt.jacobian(lambda x: x, sparsity=s)(a(V))
+    )(a(np.ones((1, 2, 2)))),
+    "a microbatch's key that is a seed": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x, key: (x @ w).sum(), 2, key_argnums=2
+    )(a(V), a(ROWS), 0),
+    "microbatched, weights of y only": lambda gt, a: noted(
+        lambda: gt.microbatched_value_and_grad(mean, 2, weights=lambda x: 1.0)(a(V), a(ROWS))
+    ),
+    "apply with a key by position": lambda gt, a: noted(lambda: keyed(gt, a)),
+    "retained_gradients of a branch on a value": lambda gt, a: noted(
+        lambda: gt.retained_gradients(lambda x: x.sum() if x[0] > 0 else x)(a(V))
+    ),
+    "checkpoint of a branch on a value": lambda gt, a: noted(
+        lambda: gt.grad(gt.checkpoint(lambda x: x.sum() if x[0] > 0 else x))(a(V))
+    ),
+    "forward over reverse, a captured array": lambda gt, a: gt.grad(
+        lambda y: gt.grad(lambda x: (x * y).sum() ** 2, mode="forward_over_reverse")(a(V)).sum()
+    )(a(V)),
+    "the layers' namespace of the other framework": lambda gt, a: gt.nn,
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
     "argnums repeats an argument": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(
@@ -659,6 +694,9 @@ BAD: dict[str, Call] = {
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
     "accumulating an object": lambda gt, a: gt.GradientAccumulator().add(object()),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
+    "accumulating parameters": lambda gt, a: gt.GradientAccumulator().add(
+        dict(layer(gt).named_parameters())
+    ),
     "accumulating another structure": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
@@ -677,8 +715,18 @@ BAD: dict[str, Call] = {
     "assign_gradients with a list of another length": lambda gt, a: gt.assign_gradients(
         [target(gt, a), target(gt, a)], [a(V)]
     ),
+    "assign_gradients, the parameters as gradients": lambda gt, a: gt.assign_gradients(
+        *2 * [dict(layer(gt).named_parameters())]
+    ),
+    "accumulate_gradients, the params of make_functional": lambda gt, a: gt.accumulate_gradients(
+        net := layer(gt), gt.make_functional(net)[1]
+    ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
+    "make_functional, a string as rng_names": lambda gt, a: gt.make_functional(
+        layer(gt), rng_names="dropout"
+    ),
+    "make_functional, a string as mode": lambda gt, a: gt.make_functional(layer(gt), train="eval"),
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
     "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
@@ -920,6 +968,7 @@ BAD: dict[str, Call] = {
 
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
+    "the layers' namespace of the other framework": "AttributeError: Python's protocol requires it",
     "a kernel that raises an error": "LinAlgError: the error of a kernel is not wrapped",
     "a kernel that writes to its argument": "ValueError: raised by NumPy for a read-only argument",
 }
@@ -927,6 +976,14 @@ NATIVE = {
 
 # calls that raise an error in only one backend
 ONLY = {
+    "retained_gradients of a branch on a value": "jax",
+    "checkpoint of a branch on a value": "jax",
+    "forward over reverse, a captured array": "jax",
+    "the layers' namespace of the other framework": "jax",
+    "grad with respect to a list of parameters": "torch",
+    "accumulating parameters": "torch",
+    "assign_gradients, the parameters as gradients": "torch",
+    "accumulate_gradients, the params of make_functional": "torch",
     "grad of a function that writes into its argument": "torch",
     "grad of a function that writes into a view of its argument": "torch",
     "a forward rule with its arguments swapped": "torch",

@@ -20,7 +20,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import bind_again
-from gradtools.jax.rules.primitives import READS_A_VALUE, memoized
+from gradtools.jax.known_errors import READS_A_VALUE
+from gradtools.jax.rules.primitives import memoized
 from gradtools.jax.trees import all_known, is_inexact, zeros_of
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, replaced_where

@@ -19,9 +19,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
 from gradtools.jax._upstream import DynamicJaxprTracer
 from gradtools.jax.jaxprs import traced
+from gradtools.jax.known_errors import READS_A_VALUE
 from gradtools.jax.rules.checking import loss_of, refuse_loss
 from gradtools.jax.rules.primitives import (
-    READS_A_VALUE,
     Mask,
     TracedRule,
     eval_forward,

@@ -27,14 +27,6 @@ from gradtools.rules import Rule, batched, saved_from, spread
 T = TypeVar("T")
 Mask = tuple[bool, ...]
 
-READS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-"""JAX's errors for a program that needs the value of an array while it is traced."""
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TracedRule(Rule):

@@ -9,8 +9,9 @@ import jax
 
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import reachability
+from gradtools.jax.known_errors import READS_A_VALUE
 from gradtools.jax.rules.checking import check_linear
-from gradtools.jax.rules.primitives import READS_A_VALUE, primal_p
+from gradtools.jax.rules.primitives import primal_p
 from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import conj, struct_of, without_none, zero_cotangent, zeros_of
 from gradtools.rules import Rule

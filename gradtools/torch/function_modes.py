@@ -194,7 +194,7 @@ class OneTangent(PlainAttention):
 
     def _note(self, leaf: Tensor | None) -> None:
         """Records a leaf that requires grad, which an inner derivative created."""
-        if leaf is not None and leaf.grad_fn is None and not _holds(self.read, leaf):
+        if leaf is not None and leaf.grad_fn is None and not holds(self.read, leaf):
             self._made[id(leaf)] = weakref.ref(leaf)
 
     def _is_inside(self, x: Tensor) -> bool:
@@ -203,10 +203,10 @@ class OneTangent(PlainAttention):
             return True
         if x.grad_fn is not None:
             return upstream.sequence_of(x.grad_fn) >= self._began
-        return _holds(self._made, x)
+        return holds(self._made, x)
 
 
-def _holds(tensors: dict[int, weakref.ref[Tensor]], x: Tensor) -> bool:
+def holds(tensors: dict[int, weakref.ref[Tensor]], x: Tensor) -> bool:
     """Returns whether x is one of the tensors; the id of a freed tensor may be the id of x."""
     ref = tensors.get(id(x))
     return ref is not None and ref() is x

@@ -11,6 +11,7 @@ builds the graph for higher derivatives.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -23,7 +24,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.autograd_graph import is_spent, nodes_of
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.function_modes import PlainKernels
+from gradtools.torch.function_modes import PlainKernels, holds
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import is_recorded
 from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed
@@ -89,7 +90,8 @@ class LazyGraph(Program):
         self.deferred = True  # whether the backward pass builds the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves on which f depends, by id
-        self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
+        # The outputs of f that do not require grad, by id.
+        self._constants: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, output: Any, own: set[int]) -> None:
         """Records the leaves on which f's outputs depend, except tensors with ids in `own`."""
@@ -97,7 +99,7 @@ class LazyGraph(Program):
             self._nested = True
             return
         every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor)]
-        self._constants |= {id(x) for x in every if not x.requires_grad}
+        self._constants |= {id(x): weakref.ref(x) for x in every if not x.requires_grad}
         nodes = nodes_of(every)
         for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
             if id(x) not in own and not is_spent(x):
@@ -121,7 +123,7 @@ class LazyGraph(Program):
         tensors = [(k, x) for k, x in enumerate(every) if isinstance(x, Tensor) and is_inexact(x)]
         # If a cotangent requires grad, the results of the pullback already have a graph.
         without = [(k, x) for k, x in tensors if self._nested or not x.requires_grad]
-        places = [k for k, x in without if id(x) not in self._constants]
+        places = [k for k, x in without if not holds(self._constants, x)]
 
         def run(_: Sequence[Tensor]) -> Tensors:
             # The cotangents may be batched by vmap, but f must run outside of vmap.

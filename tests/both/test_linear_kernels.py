@@ -101,6 +101,7 @@ def close(gt, found, expected):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.slow_at(("jax", "rfft"), ("jax", "pair"), ("jax", "complex"))
 @pytest.mark.parametrize("name", KINDS)
 def test_first_and_second_order_in_both_modes_are_those_of_the_framework(gt, name):
     ours, plain = losses(gt, name)
@@ -115,6 +116,7 @@ def test_first_and_second_order_in_both_modes_are_those_of_the_framework(gt, nam
     close(gt, gt.jvp(along(ours), (x,), (u,))[1], gt.jvp(along(plain), (x,), (u,))[1])
 
 
+@pytest.mark.slow_at(("jax", "rfft"), ("jax", "pair"))
 @pytest.mark.parametrize("name", KINDS)
 def test_under_vmap_and_at_third_order(gt, name):
     ours, plain = losses(gt, name)
@@ -126,6 +128,7 @@ def test_under_vmap_and_at_third_order(gt, name):
     close(gt, third(ours)(x[0]), third(plain)(x[0]))
 
 
+@pytest.mark.slow_at("jax")
 def test_check_rule_tells_a_right_adjoint_from_a_wrong_one(gt):
     x = gt.to_numpy(numbers(gt, "fft"))
     assert check_rule(spectrum(gt)[0], (x,), gt)

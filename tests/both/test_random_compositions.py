@@ -164,6 +164,7 @@ def computed(gt, of):
         return GradtoolsError(f"{REVERSE_ONLY[0]}: {error}")
 
 
+@pytest.mark.slow_at("3", "7")
 @pytest.mark.parametrize("of", [*drawn()])
 def test_both_frameworks_give_the_same_number_or_both_refuse(of):
     import gradtools.jax

@@ -257,7 +257,7 @@ CELLS = {
 }
 
 
-@pytest.mark.slow_at("linen LSTM", "linen simple", "nnx LSTM")
+@pytest.mark.slow_at("linen LSTM", "linen simple", "nnx LSTM", "linen LSTM, two layers")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rng):
     kind, options, make = CELLS[name]

@@ -28,6 +28,7 @@ def test_plain_pytorch_is_wrong_and_checked_names_a_wrong_number(row, wrong):
         assert found.ours in (NAMED, RIGHT, "an error", "a refusal")
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_script_writes():
     assert PAGE.read_text(encoding="utf-8") == page()
 

@@ -158,6 +158,7 @@ def test_pages_of_examples_link_to_their_folder_and_notebooks_to_colab(monkeypat
     assert "Colab" not in pages.with_downloads("# X\n", origin, here)
 
 
+@pytest.mark.slow
 @needs_mkdocs
 def test_a_downloaded_example_runs_alone(tmp_path, monkeypatch):
     packed = hook("site_pages", monkeypatch).examples_folder()

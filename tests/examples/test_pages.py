@@ -19,6 +19,7 @@ TOUR = ROOT / "docs" / "tour.md"
 # --- the code blocks ---------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("porting-to-flax.md:7")
 @pytest.mark.sampled(16, 200)
 @pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
 def test_a_block_runs_as_it_stands(block):
@@ -33,6 +34,7 @@ def test_a_block_with_keras_runs_on_its_other_backend_too(block):
     replace(block, code=code, text=f"KERAS_BACKEND={other}").run()
 
 
+@pytest.mark.slow_at(("jax", "force-fields.md:7"), ("jax", "large-vocabulary.md:7"))
 @pytest.mark.sampled(torch=(30, 120), jax=(10, 120))
 @pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
 def test_a_block_runs_with_either_import(block, gt):

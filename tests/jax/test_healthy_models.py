@@ -15,6 +15,7 @@ from tests.jax.healthy_models import HEALTHY, PARAMS, PLANTED
 pytestmark = [pytest.mark.jax, pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.slow_at("nnx with batch norm and dropout", "a recurrent cell in a scan")
 @pytest.mark.parametrize("healthy", HEALTHY.cases())
 def test_a_healthy_training_loss_has_no_finding(healthy):
     report = healthy.program()

@@ -365,6 +365,7 @@ def test_an_optimizer_that_needs_the_value_is_evaluated(name):
     assert gt.why_zero(jnp.sum, jnp.ones(3), optimizer=optimizer).arguments == ("model",)
 
 
+@pytest.mark.slow
 def test_in_the_midst_of_a_loop_nothing_is_changed():
     def train(ask):
         net = Graph()

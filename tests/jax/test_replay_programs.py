@@ -22,6 +22,7 @@ def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
     return [] if any(part in scenario.name for part in QUICK) else [pytest.mark.slow]
 
 
+@pytest.mark.slow_at("a module of nnx in a closure")
 @pytest.mark.sampled(slow=16)
 @pytest.mark.parametrize("program", PROGRAMS.cases(_marks))
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")

@@ -185,6 +185,7 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     np.testing.assert_array_equal(transposed, 3 * x)
 
 
+@pytest.mark.slow_at("True")
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):
     """`jax.custom_vjp` requires a psum in this bwd; a custom_rule works with and without it."""
@@ -303,5 +304,6 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_a_map_is_checked_at_its_first_transposition_inside_of_shard_map():
     assert on_devices(FIRST_IN_SHARD_MAP, 2) == "right"

@@ -82,6 +82,7 @@ def test_derivatives_of_every_order_are_those_of_the_iteration(gt, backend_name,
             agree(gt, a, b, 1e-8)
 
 
+@pytest.mark.slow_at("jax")
 def test_it_is_mapped_and_transformed(gt, backend_name, wx, rng):
     w, _ = wx
     xs = gt.asarray(rng.normal(size=(2, 3)))
@@ -122,6 +123,7 @@ def _cubic(gt, a):
     return z
 
 
+@pytest.mark.slow_at("jax")
 def test_trees_complex_numbers_and_arguments_without_derivatives(gt, rng):
     p = {"p": gt.asarray(rng.uniform(1, 2, size=3))}
     F = lambda z, t, n, scale=1: {"a": z["a"] ** n - t["p"], "b": [z["b"][0] - scale * z["a"]]}
@@ -292,6 +294,7 @@ def test_solve_may_be_scipy(gt, backend_name):
         agree(gt, (fast(gt, backend_name, gradient) if k else gradient)(a), expected)
 
 
+@pytest.mark.slow_at("jax")
 def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend_name, rng):
     """Compare the gradient and Hessian of a validation loss with the closed-form ridge solution."""
     X, V = (gt.asarray(rng.normal(size=(n, 3))) for n in (20, 9))

@@ -307,6 +307,7 @@ def test_nnx_names_an_unexpected_attribute_of_params_and_a_part_of_state():
         apply(params, {**state, "variables": None}, x)
 
 
+@pytest.mark.slow_at("small_linen")
 @LIBRARIES
 def test_apply_accepts_gradients_structs_and_batches_of_params_and_the_new_state(make):
     apply, params, state = make(0.0)

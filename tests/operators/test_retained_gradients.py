@@ -115,6 +115,7 @@ def test_marks_in_loops_and_recomputed_code_are_stacked(gt, backend_name, wx, wa
     agree(gt, gt.grad(penalty(gt, f, x))(w), gt.grad(of_added)(w))
 
 
+@pytest.mark.slow_at(("jax", "twice"), ("jax", "checkpoint in chunked"))
 @pytest.mark.parametrize("way", ["chunked", "twice", "checkpoint in chunked"])
 def test_each_chunk_is_an_occurrence(gt, wx, way):
     (w, x), one = wx, lambda w, x: layer(gt, w, x)
@@ -140,6 +141,7 @@ def test_each_chunk_is_an_occurrence(gt, wx, way):
     agree(gt, equal, added(gt, w, x[:4]).reshape((2 * STEPS, 2, 3)))
 
 
+@pytest.mark.slow_at("jax")
 def test_retained_gradients_compose_with_the_transforms(gt, backend_name, wx):
     w, x = wx
     f, t = steps(gt), wx[0] * 0.3

@@ -272,6 +272,7 @@ def test_the_search_of_the_page_opens_what_it_finds():
     assert "384×384 float32" in reader.drawn()
 
 
+@pytest.mark.slow
 def test_of_a_large_graph_the_page_draws_what_is_in_view():
     reader = Reader(transformer(12))
     reader.script.eval("window.gradtools.setAll(true)")

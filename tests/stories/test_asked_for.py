@@ -84,6 +84,7 @@ def gradients_per_example_through_checkpointed_blocks(gt):
     yield total(gt.checkpoint), total(lambda f: f)
 
 
+@pytest.mark.slow_at(("jax", "a fixed point layer without its iterations"))
 @pytest.mark.parametrize("story", STORIES.cases())
 def test_it_gives_its_numbers(story, gt):
     pairs = list(story.program(gt))

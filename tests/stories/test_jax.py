@@ -220,6 +220,11 @@ def a_rule_that_sums_over_a_mapped_axis():
     near(jax.vmap(f, axis_name="i")(jnp.arange(4.0)), jnp.full(4, 6.0))
 
 
+@pytest.mark.slow_at(
+    "the hessian of a ridge solution",
+    "a reverse rule for a loss serves hessians",
+    "distances of charges to themselves",
+)
 @pytest.mark.sampled(24, 100)
 @pytest.mark.parametrize("story", STORIES.cases())
 def test_the_program_gives_what_is_true(story):

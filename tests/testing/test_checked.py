@@ -210,6 +210,7 @@ def test_each_test_runs_in_it(pytester):
     result.stdout.fnmatch_lines(["*DerivativeError: grad: the derivative with respect to*"])
 
 
+@pytest.mark.slow_at("torch")
 def test_no_framework_is_imported_by_it_and_one_imported_inside_is_hooked(gradtools_backend):
     program = f"""
         import sys

@@ -175,6 +175,7 @@ FUNCTIONS = {  # Each entry contains a forward function and a backward function.
 }
 
 
+@pytest.mark.slow_at(("jax", "Adjoint"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_with_a_wrong_derivative_is_named(name, gt, backend_name):
     forward, backward = (lambda *xs, f=f: f(gt.xp, *xs) for f in FUNCTIONS[name])
@@ -298,6 +299,7 @@ LOST = {  # keys are the cause in the error: the name of a Function, or a hook
 }
 
 
+@pytest.mark.slow_at("a hook that solves without a graph")
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_lost_at_second_order_is_named(name, torch_and_gt):
     torch, gt = torch_and_gt

@@ -48,6 +48,7 @@ def test_both_lines_of_a_mistake_are_named(mistake, tmp_path):
     assert named == expected, str(report)
 
 
+@pytest.mark.slow_at("loss_in_linen")
 @pytest.mark.parametrize("name", [*ports.ARGUMENTS, *RIGHT_PORTS])
 def test_a_right_port_is_not_blamed(name, tmp_path):
     torch.manual_seed(0)
@@ -88,6 +89,7 @@ def test_a_layer_that_computes_in_float32_inside_is_named():
     assert first_divergence(f, g, (q.astype(np.float32),))
 
 
+@pytest.mark.slow
 def test_a_long_loop_is_compared_iteration_by_iteration():
     def g(xs, broken=-1):
         def step(carry, x):

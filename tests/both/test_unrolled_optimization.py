@@ -60,7 +60,7 @@ def leaves(gt, tree):
     return [gt.to_numpy(tree[name]) for name in sorted(tree)]
 
 
-@pytest.mark.slow_at("jax-float32", ("jax", "float64"))
+@pytest.mark.slow_at("jax-float32")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-5)])
 def test_first_and_second_derivatives_through_inner_steps_are_those_of_double_backward(
     gt, dtype, tolerance

@@ -76,7 +76,7 @@ def show(gt, backend):
     ignored = trained(gt, backend, loss_with(fraction_through_numpy), photo)
     before, after = (float(fraction_fixed(x)) for x in (photo, ignored))
     claim(
-        f"through NumPy the volume fraction goes from {before:.2f} to {after:.2f}, not to {TARGET}",
+        f"computed in NumPy, the fraction goes from {before:.2f} to {after:.2f}, not {TARGET}",
         abs(after - TARGET) > 0.1,
     )
 

@@ -32,10 +32,9 @@ def user_facing(fun: F) -> F:
         try:
             return fun(*args, **kwargs)
         except Exception as error:
-            from gradtools.arguments.keyword_hints import note_of_primals, wrong_call
+            from gradtools.arguments.keyword_hints import wrong_call
 
-            note_of_primals(fun.__name__, args, error)
-            refusal = wrong_call(fun, error)
+            refusal = wrong_call(fun, args, error)
             if refusal is not None:
                 try:
                     raise refusal from None

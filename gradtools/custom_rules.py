@@ -235,7 +235,11 @@ class CustomRule:
                 f"jax.custom_vjp, but static arguments come first: it is called as "
                 f"fwd({', '.join(expected)}). Reorder its parameters."
             )
-        if names and self._binding.star is None:
+        signature = self._binding.signature
+        defaults = signature and [
+            p for p in signature.parameters.values() if p.default is not p.empty
+        ]
+        if names and not defaults and self._binding.star is None:
             dynamic = [name for name in names if name not in statics]
             self._check_count(f"{self.__name__}.defvjp: fwd", fwd, *dynamic)
 

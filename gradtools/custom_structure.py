@@ -78,8 +78,6 @@ class Specialization:
             self.fun = lambda *xs: of._binding.call(fun, statics, arguments(xs))
             self.fwd = fwd and (lambda *xs: fwd(*statics, *arguments(xs)))
             self.jvp = jvp and (lambda xs, ts: jvp(*statics, arguments(xs), self.tangents(ts)))
-        if self.jvp is not None:
-            self.jvp = partial(self._noted, "jvp", self.jvp)
         self.rule = of._rule(self)
         self.key = self.rule.key
 
@@ -148,7 +146,7 @@ class Specialization:
 
     def pushforward(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         """Returns outputs and their tangents, computed by the forward rule."""
-        return self.pushed(xs, self.jvp(tuple(xs), tuple(dxs)))
+        return self.pushed(xs, self._noted("jvp", self.jvp, tuple(xs), tuple(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
         """Returns outputs and tangents from the pair that the forward rule returned."""

@@ -156,7 +156,7 @@ class Edits(Operators):
         backend = self._backend
         if isinstance(x, (float, int)):
             _check_x_first(name, x, "scale", scale)
-        if sign < 0:
+        if sign < 0 and isinstance(scale, (float, int, np.number)) and scale < 0:
             check_reversal(name, scale)
         if isinstance(scale, int):
             scale = as_float(name, "scale", scale)

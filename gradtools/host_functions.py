@@ -144,7 +144,7 @@ class HostFunction(CustomRule):
         super().__init__(backend, kernel, ())
         self.fun = self._value
         self.opaque = False  # whether bwd is known to have no forward mode
-        self._linear = set[Any]()  # the arguments' specs for which the kernel is 0 at 0
+        self._linear = set[Any]()  # the argument specs for which the kernel maps zeros to zeros
 
     def _make_binding(self) -> Parameters:
         return Parameters.positional(self.kernel.fun)

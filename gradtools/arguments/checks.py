@@ -264,7 +264,7 @@ def differentiable_leaf(
             came = f"an object of type {type(leaf).__name__}"
             fix = "Pass the object's arrays in a list or a dictionary"
             if isinstance(leaf, Iterator):
-                fix = "For the parameters of a module pass the module, for other arrays a list"
+                fix = "Pass the module to differentiate its parameters; pass other arrays in a list"
             if found := kind_of_module(leaf):
                 kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
                 if isinstance(leaf, type):

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from inspect import Signature, signature
 from typing import Any
 
+from gradtools.code_origin import is_our_frame, lines_of
 from gradtools.errors import TypeRefusal
 
 _STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
@@ -65,23 +66,25 @@ def passed_on(error: Exception, options: Sequence[str] = ()) -> str:
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
 
 
-def note_of_primals(name: str, args: Sequence[Any], error: Exception) -> None:
-    """Adds a note to an error of f if the primals were passed to vjp or linearize as one tuple."""
-    missing = isinstance(error, TypeError) and "required positional argument" in str(error)
-    if missing and name in ("vjp", "linearize") and isinstance(args[-1], (tuple, list)):
-        error.add_note(f"Pass the arguments of f one by one: {name}(f, *primals).")
-
-
-def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
-    """Returns an error that explains how a call differs from an operator's signature.
+def wrong_call(
+    operator: Callable[..., Any], args: Sequence[Any], error: Exception
+) -> TypeRefusal | None:
+    """Returns an error that explains how a call differs from the signature of the operator or of f.
 
     Python's message names the operator's private class, but not its parameters. Returns None if the
-    error was raised inside the call.
+    error was raised inside the call, unless the primals of f were passed as one tuple.
     """
-    trace = error.__traceback__
-    if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
+    trace, name = error.__traceback__, _name(operator)
+    if not isinstance(error, TypeError) or trace is None:
         return None
-    name = _name(operator)
+    if trace.tb_next is not None:
+        last = lines_of(error)[0][0]
+        missing = "required positional argument" in str(error) and is_our_frame(last)
+        if not (missing and name in ("vjp", "linearize") and isinstance(args[-1], (tuple, list))):
+            return None
+        return TypeRefusal(
+            f"{name}: {error}. Pass the arguments of f one by one: {name}(f, *primals)."
+        )
     said = str(error).partition("() ")[2]
     unknown = _UNKNOWN.search(said)
     if unknown is None:

@@ -200,8 +200,8 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 # --- hacks that a maintainer of JAX would reject --------------------------------------------
 #
 # Two other modules contain one workaround each:
-# - `known_errors` matches the texts of JAX's errors, which have no types of their own. Benefit:
-#   errors contain advice. Cost: if JAX changes a text, the error contains no advice.
+# - `known_errors` matches JAX's error messages, because the errors have no types of their own.
+#   Benefit: errors contain advice. Cost: if JAX changes a message, gradtools adds no advice.
 # - `code_origin` reads the instruction that raised an error; see torch/_upstream.py.
 
 

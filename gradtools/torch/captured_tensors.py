@@ -136,11 +136,13 @@ class Captured(Replaced):
     f's arguments, and tensors computed from the arguments, are wrapped at `level`. Other tensors
     that require grad or are batched are captured tensors, which this mode wraps at `level` too.
 
+    own: The arguments of f that are not wrapped at `level`, such as integers.
     hidden: Whether other tensors may have tangents that are not visible inside of torch.func.
     """
 
-    def __init__(self, level: int, hidden: bool = False) -> None:
+    def __init__(self, level: int, own: Sequence[Any], hidden: bool = False) -> None:
         super().__init__((), (), replaced_now())
+        self._own = {id(x): x for x in own}
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self._level, self._hidden = level, hidden
 
@@ -171,6 +173,8 @@ class Captured(Replaced):
         entry = self.found.get(id(x))
         if entry is not None:
             return entry[1]
+        if id(x) in self._own:
+            return x
         x = alive(x)
         moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
         if not moves or upstream.maybe_get_level(x) == self._level:
@@ -249,8 +253,11 @@ def closure_converted(
     def fun(*xs: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = trees.unflatten(treedef, replaced_where(leaves, moving, xs))
         level = upstream.peek_interpreter_stack()
-        hidden = upstream.forward_level() >= 0
-        with CapturedInEager(xs) if level is None else Captured(level.level(), hidden) as mode:
+        mode: Any = CapturedInEager(xs)
+        if level is not None:
+            fixed = [x for x, m in zip(leaves, moving, strict=True) if not m]
+            mode = Captured(level.level(), fixed, hidden=upstream.forward_level() >= 0)
+        with mode:
             y = f(*args, **kwargs)
         modes.append(mode)
         return tuple(tensors_in(y))

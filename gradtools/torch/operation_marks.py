@@ -49,9 +49,7 @@ class _Running(threading.local):
         # The reason for a `detach` by gradtools, or "" for a `detach` by the user. The attribute is
         # set in the constructor, since dynamo guards on the existence of attributes.
         self.reason = ""
-        self.taken = (
-            0  # the number of derivatives so far, to detect functions that take derivatives
-        )
+        self.taken = 0  # the number of derivatives so far
         self.depth = 0  # the number of derivatives whose functions are being evaluated
 
 

@@ -579,7 +579,8 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     def fun(*inner: Tensor) -> tuple[Tensor, ...]:
         left = iter(inner)
         full = [next(left) if m else x for x, m in zip(xs, moving, strict=True)]
-        with Captured(upstream.peek_interpreter_stack().level()) as mode:
+        fixed = [x for x, m in zip(xs, moving, strict=True) if not m]
+        with Captured(upstream.peek_interpreter_stack().level(), fixed) as mode:
             ys = program.run_first(full)
         found.update(mode.found)
         return tuple(ys)

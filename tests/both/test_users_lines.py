@@ -72,7 +72,7 @@ def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     rule = gt.custom_rule(lambda x: x * x)
     rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # This bwd does not return a tuple.
     for out in (rule, gt.frozen(torch.nn.Linear(3, 3))):
-        with pytest.raises(GradtoolsError, match=r"expected a tuple|are constants") as caught:
+        with pytest.raises(GradtoolsError, match=r"expected a tuple|is a constant") as caught:
             out(torch.ones(3, requires_grad=True)).sum().backward()
         assert not any(f.startswith(OWN) for f in shown(caught.value))
 

@@ -168,6 +168,7 @@ torch/normalization.py: normalization by elementary operations; JAX has no fused
 torch/many_tangents.py: one pass for each tangent; JAX uses `vmap`
 torch/autograd_graph.py: a traversal of the autograd graph; JAX has a jaxpr
 torch/transformed_modules.py: modules that operators return; in JAX in `module_arguments`
+torch/frozen_constants.py: the node of constants; JAX differentiates programs
 torch/lazy_graphs.py: graphs that a backward pass builds; JAX differentiates programs
 jax/compiled_once.py: a cache of compiled eager programs; PyTorch compiles none
 jax/shardings.py: meshes with Explicit axes; PyTorch has processes

@@ -143,5 +143,5 @@ def test_splitting_under_vmap_is_splitting_one_by_one(torch_arrays):
 
 def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
     key = torch_arrays.random_key(7)
-    children = [torch_arrays.fold_in(key, i).tolist() for i in range(3)]
+    children = [torch_arrays.fold_in("chunked", key, i).tolist() for i in range(3)]
     assert children == torch_arrays.split_key(key, 3).tolist()

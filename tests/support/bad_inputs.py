@@ -397,7 +397,7 @@ BAD: dict[str, Call] = {
     "grad with respect to a list of parameters": lambda gt, a: gt.grad(
         lambda p: 1.0 * layer(gt)(a(F32)).sum()
     )([*layer(gt).parameters()]),
-    "vjp, primals in a tuple": lambda gt, a: noted(lambda: gt.vjp(mean, (a(V), a(ROWS)))),
+    "vjp, primals in a tuple": lambda gt, a: gt.vjp(mean, (a(V), a(ROWS))),
     "hvp of a pair": lambda gt, a: gt.hvp(lambda x: (x.sum(), x), (a(V),), (a(V),)),
     "mixed_partial, an edit in G": lambda gt, a: gt.mixed_partial(
         lambda y, g: (y * g).sum(), clipped(gt), a(V), a(V), a(V)

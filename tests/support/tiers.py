@@ -138,7 +138,7 @@ def is_quick(item: pytest.Item) -> bool:
 
 
 def seconds_here(seconds: float) -> float:
-    """Scale seconds of the reference machine to this machine."""
+    """Convert seconds on the reference machine to seconds on this machine."""
     return seconds * max(1.0, _calibration() / _LOOP)
 
 

@@ -610,7 +610,7 @@ WITHOUT: dict[str, str] = {
     for space, names in spaces.items()
     for name in names.split()
 }
-"""Names of functions that no case differentiates, by reason."""
+"""Maps the name of each function that no case differentiates to the reason."""
 
 
 def names() -> Iterator[str]:

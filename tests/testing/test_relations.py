@@ -29,7 +29,7 @@ def masked(mask):
     return np.where(mask, np.where(MASK, MASKED, 0.3), -1e9)
 
 
-RELATIONS = {  # The keys are expected texts; an entry contains the second and the first array.
+RELATIONS = {  # maps the expected description to the second and the first array
     "constant factor 0.5, a missing factor 1/2, or a term counted twice": (2 * V, V),
     "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),

@@ -106,3 +106,17 @@ def test_a_recomputed_jacobian_of_a_rule_that_computes_derivatives_is_mapped(rem
     torch.testing.assert_close(gt.vmap(remade(gt.jacobian(root)))(x), slope)
     total = gt.grad(lambda x: remade(gt.jacobian(root))(x).square().sum())
     torch.testing.assert_close(gt.vmap(total)(x), -0.25 / x.square())
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
+def test_labels_and_masks_are_arguments_and_not_captured_tensors(remade):
+    w, x = torch.linspace(-1, 1, 9).reshape(3, 3), torch.linspace(-2, 2, 15).reshape(5, 3)
+    labels = torch.tensor([0, 1, 2, 0, 1])
+    loss = lambda w, x, y: torch.nn.functional.cross_entropy(x @ w, y)
+    masked = lambda x: remade(lambda x, m: (x.sin() * m).sum())(x, x > 0)
+    expected = gt.per_example_grad(loss)(w, x, labels)
+    torch.testing.assert_close(gt.per_example_grad(remade(loss))(w, x, labels), expected)
+    each = gt.vmap(gt.grad(remade(loss)), in_axes=(None, 0, 0))(w, x, labels)
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(torch.func.grad(masked)(x), x.cos() * (x > 0))
+    torch.testing.assert_close(gt.vmap(gt.grad(masked))(x), x.cos() * (x > 0))

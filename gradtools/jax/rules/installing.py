@@ -3,8 +3,8 @@
 JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). gradtools'
 primitives support both:
 
-    primal     y = f(x)            its jvp binds primal, or value, and tangent
-    value      y = f(x), known     an output of a forward pass that also returns extras
+    primal     y = f(x)            its jvp binds tangent, and either primal or value
+    value      y = f(x)            y is known, from a forward pass that also returns extras
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
 A rule is *linearized* when it is first differentiated. Linearization determines the residuals of

@@ -113,7 +113,7 @@ class Causes:
         return cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
 
     def with_the_factor(self, c: Comparison) -> Comparison:
-        """Returns c, with another disagreement's factor as its cause if both have equal ratios."""
+        """Returns c; if its cause is unknown, with the factor of a disagreement of equal ratio."""
         for d in self.report.disagreements:
             is_factor = c.cause == UNKNOWN and (d.cause or "").startswith(FACTOR)
             if is_factor and c.ratio and d.ratio and abs(d.ratio / c.ratio - 1) < 1e3 * c.tolerance:

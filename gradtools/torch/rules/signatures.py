@@ -195,7 +195,11 @@ class Signature:
         if point is None:
             self.records = False
             return None
-        result = applied_to(None, self.rule, self.specialized.jvp, xs, args)
+        try:
+            result = applied_to(None, self.rule, self.specialized.jvp, xs, args)
+        except ARGUMENT_ERRORS as error:
+            self.specialized.note_call("jvp", error)
+            raise
         if not _is_pair(result) or not result[1].requires_grad:
             return None
         y, dy = result
@@ -245,7 +249,11 @@ class Signature:
             return None
         ys: Any
         if self.specialized.jvp is not None:
-            result = self.specialized.jvp(xs, tuple(filled(dxs, self.likes)))
+            try:
+                result = self.specialized.jvp(xs, tuple(filled(dxs, self.likes)))
+            except ARGUMENT_ERRORS as error:
+                self.specialized.note_call("jvp", error)
+                raise
             if self.key in self.specialized.outs and _is_pair(result):
                 ys, dys = result[:1], result[1:]
             else:

@@ -187,12 +187,15 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
         with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
     own: Any = getattr(fun, "own", ())  # the parameters of module arguments
-    spent, aliases = [False], []
+    spent, aliases, forward = [False], [], upstream.forward_level() >= 0
     for x in leaves:
         if id(x) in own:
             aliases.append(x)
             continue
-        alias = x.view_as(x) if keep and x.requires_grad else None
+        tracked = keep and x.requires_grad
+        if tracked and forward:  # a Jacobian has the graph of its aliases, which are constants
+            tracked = depends_on_others([x])
+        alias = x.view_as(x) if tracked else None
         if alias is None or alias.grad_fn is None:  # forward mode under no_grad records no graph
             alias = (x.clone() if x.is_inference() else without_graph(x, not keep)).requires_grad_()
             setattr(alias, SPENT, spent)

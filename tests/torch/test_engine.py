@@ -377,3 +377,16 @@ def test_distances_are_mapped_right(p):
     torch.testing.assert_close(
         gt.hessian(lambda x: f(x).sum())(x), gt.hessian(lambda x: plain(x).sum())(x)
     )
+
+
+@pytest.mark.parametrize("point", ["jacobian", "hessian"])
+def test_a_tangent_passes_through_a_jacobian_to_a_second_derivative(point):
+    """Under a dual level, the Jacobian has a graph, whose leaves are constants."""
+    x, v = torch.linspace(0.1, 1, 4, dtype=torch.float64), torch.linspace(1, 2, 4).double()
+    of = {
+        "jacobian": lambda x: gt.jacobian(torch.sin)(x).sum(0),
+        "hessian": lambda x: gt.hessian(lambda x: -x.cos().sum())(x).sum(0),
+    }[point]
+    f = lambda x: gt.hvp(lambda y: (y**4).sum(), (of(x),), (torch.ones_like(x),))[1][0].sum()
+    expected = (24 * x.cos() * -x.sin() * v).sum()
+    torch.testing.assert_close(gt.jvp(f, (x,), (v,))[1], expected)

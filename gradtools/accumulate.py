@@ -296,6 +296,8 @@ class GradientAccumulator:
             if array is None or not self._backend.is_inexact(array):
                 came = with_article(type(leaves[k]).__name__)
                 such = " (p.grad)" if array is None and hasattr(leaves[k], "grad") else ""
+                if hasattr(leaves[k], "named_parameters"):
+                    such = ", such as {n: p.grad for n, p in module.named_parameters()}"
                 raise GradtoolsError(
                     f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
                     f"{came if array is None else words(self._arrays.spec(array))}; expected a "

@@ -35,10 +35,10 @@ from gradtools.arguments.chunks import (
     checked_size,
     checked_verify,
 )
-from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
+from gradtools.arguments.in_axes import Argument, accepts, arguments_of_call, takes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R, T
-from gradtools.boundary import like_function
+from gradtools.boundary import like_function, signature_of
 from gradtools.derivatives import Argnums, Derivatives
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import is_same
@@ -208,9 +208,9 @@ class Chunking(Operators):
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
         The value and the gradients equal the results on the full batch, even if the last chunk is
-        smaller or token counts differ, unless f mixes examples, as batch normalization in training
-        does. Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is
-        recomputed.
+        smaller, unless f mixes examples, as batch normalization in training does. If f divides by
+        a number of tokens or by the sum of a mask, pass this number as `weights`. Unlike in
+        `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -432,11 +432,15 @@ class _Microbatches:
         """Returns a chunk's weight: `size`, the sum of `given`, or the result of `self.weights`."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
-        backend = self.backend
+        backend, known = self.backend, takes(self.weights, kwargs)
         try:
-            result = self.weights(*args, **takes(self.weights, kwargs))
-        except TypeError as error:
-            error.add_note("weights is called with f's arguments.")
+            result = self.weights(*args, **known)
+        except TypeError:
+            if not accepts(self.weights, args, known):
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: weights is called with f's arguments, {len(args)} by "
+                    f"position, which it does not accept; it takes {signature_of(self.weights)}."
+                ) from None
             raise
         shape = tuple(getattr(result, "shape", ()))
         real = is_numeric(backend, result) and not backend.is_complex(backend.asarray(result))

@@ -92,6 +92,11 @@ class CustomRules(Operators):
         if f is None:
             return partial(self.custom_rule, static_argnames=static_argnames)
         check_function("custom_rule", f)
+        if isinstance(f, type) and hasattr(f, "backward"):
+            raise GradtoolsError(
+                f"custom_rule: f is the autograd Function {f.__name__}. Call its apply, or pass a "
+                "function that computes its value, and define a rule with defvjp(fwd, bwd)."
+            )
         return CustomRule(self._backend, f, static_argnames)
 
 

@@ -247,7 +247,8 @@ class Specialization:
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]
             raise self.contract.refusal(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
-                f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
+                f"each argument{' (' + ', '.join(names) + ')' if names else ''}. Return None for "
+                "an integer argument, and for a zero cotangent."
             )
         leaves: list[Any] = []
         for i, (entry, (own, treedef)) in enumerate(zip(cotangents, self.entries, strict=True)):

@@ -348,6 +348,8 @@ class Call:
                 "of a real scalar function use hessian(function), otherwise jacobian(f)"
             )
         fix = NO_RETURN if output is None else f"{fix}."
+        if not single and self.caller == "minimax_value_and_grad":
+            fix += " For a loss of each player, use vjp."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"
         )

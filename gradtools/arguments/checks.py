@@ -144,6 +144,8 @@ def normalized_argnums(
             few = ("no positional arguments", "one positional argument, number 0")
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
             fix = "Keyword arguments are not differentiated; pass the argument by position."
+            if not count and caller in ("formula", "gradient_graph", "why_zero"):
+                fix = f"Pass the arguments of f: {caller}(f, *args)."
             if name in ("key_argnums", "carry_argnums"):
                 fix = f"{name} cannot name keyword arguments; pass them by position."
             raise GradtoolsError(

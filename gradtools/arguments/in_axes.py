@@ -77,6 +77,17 @@ def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in kwargs.items() if key in names}
 
 
+def accepts(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns whether the signature of f, if known, accepts the arguments."""
+    try:
+        signature(f).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:

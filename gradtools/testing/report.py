@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import whole_or_none
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.printing import aligned, coloured
 from gradtools.testing.cross_checking import tolerances
@@ -271,6 +272,7 @@ class Report:
         parts = [*filter(None, parts)] if self.comparisons else ["nothing was compared"]
         return f"{self.title}: {'; '.join(parts)}"
 
+    @user_facing
     def table(self, colour: bool = False, limit: int | None = None) -> str:
         """Formats the report, one line for each comparison.
 

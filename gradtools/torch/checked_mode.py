@@ -32,6 +32,7 @@ from gradtools.torch.state import Held, Randomness, RunState, restored
 Tensor = torch.Tensor
 _DATA: Any = Tensor.data
 _STOPS = {Tensor.detach, Tensor.detach_, _DATA.__get__}
+_redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTorch 2.13 on
 _BACKWARD = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 _LEAVING = {"item", "tolist", "numpy", "__float__", "__int__", "__complex__", "__array__"}
 
@@ -71,6 +72,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     """Runs f again at other points, with the values that f detached in the first run."""
 
     half = sys.modules[__name__]
+    within = False  # whether `gumbel_softmax` is running
 
     def __init__(self, backend: Any, member: str, fun: Any, leaves: Any, captures: bool) -> None:
         TorchFunctionMode.__init__(self)
@@ -194,6 +196,13 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             else:
                 self.off = not args[0]
             return func(*args, **kwargs)
+        if func is torch.nn.functional.gumbel_softmax and _redispatch and not self.within:
+            self.within = True  # the function detaches, and calls this mode again
+            try:
+                with self:
+                    return _redispatch(func, types, args, kwargs)
+            finally:
+                self.within = False
         given = _tensors((args, kwargs))
         if torch.is_grad_enabled() and not self.function:
             self._see_arguments(f"an argument of {name}", given)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
+from tests.support.bad_inputs import layer
 
 
 def notes(run):
@@ -86,3 +87,18 @@ def test_apply_of_a_model_shows_how_it_is_called(gt, backend_name):
     assert type(apply).__name__ == "PureFunction"
     with pytest.raises(TypeError, match=r"apply\(\) missing 1 required positional argument"):
         apply(params)
+
+
+def test_apply_says_how_a_key_is_passed(gt):
+    apply, params, state = gt.make_functional(layer(gt))
+    x = gt.asarray(np.ones(2, np.float32))
+    with pytest.raises((TypeError, ValueError)) as raised:
+        apply(params, state, gt.random_key(0), x, x)
+    text = " ".join(getattr(raised.value, "__notes__", []))
+    assert "apply(params, state, *args, key=None) calls the module with args; pass a" in text
+
+
+def test_the_layers_of_jax_are_in_the_namespaces_of_its_libraries(gt, backend_name):
+    if backend_name == "jax":
+        with pytest.raises(AttributeError, match=r"gradtools\.jax\.linen"):
+            print(gt.nn)

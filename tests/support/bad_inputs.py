@@ -113,7 +113,7 @@ def noted(call: Callable[[], Any]) -> None:
         notes = [n for n in getattr(error, "__notes__", []) if "JAX_TRACEBACK_FILTERING" not in n]
         if not notes:
             raise
-        raise GradtoolsError(" ".join(notes)) from error
+        raise GradtoolsError(" ".join(notes)) from None
 
 
 def branching(w: Any, x: Any) -> Any:
@@ -133,6 +133,12 @@ def rule_of_swapped_arguments(gt: Any, a: Any) -> Any:
     rule = gt.custom_rule(lambda x, y: x * y)
     rule.defvjp(lambda x, y: (x * y, (x, y)), lambda c, saved: (c * saved[1], c * saved[0]))
     return gt.grad(lambda x: gt.xp.sum(rule(x, x)))(a(V))
+
+
+class Function:
+    """A class like a `torch.autograd.Function`."""
+
+    forward = backward = staticmethod(lambda ctx, x: x)
 
 
 def rule_of_primals(gt: Any, a: Any) -> Any:
@@ -233,13 +239,6 @@ def averaged(gt: Any, a: Any) -> Any:
     total = gt.GradientAccumulator()
     total.add(a(V))
     return total.mean(axis_name="rows")
-
-
-def keyed(gt: Any, a: Any) -> Any:
-    """Call the function of a module with a random key before the module's argument."""
-    net = layer(gt)
-    apply, params, state = gt.make_functional(net)
-    return apply(params, state, gt.random_key(0), a(F32), a(F32))
 
 
 def target(gt: Any, a: Any) -> Any:
@@ -408,10 +407,9 @@ BAD: dict[str, Call] = {
     "a microbatch's key that is a seed": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x, key: (x @ w).sum(), 2, key_argnums=2
     )(a(V), a(ROWS), 0),
-    "microbatched, weights of y only": lambda gt, a: noted(
-        lambda: gt.microbatched_value_and_grad(mean, 2, weights=lambda x: 1.0)(a(V), a(ROWS))
-    ),
-    "apply with a key by position": lambda gt, a: noted(lambda: keyed(gt, a)),
+    "microbatched, weights of y only": lambda gt, a: gt.microbatched_value_and_grad(
+        mean, 2, weights=lambda x: 1.0
+    )(a(V), a(ROWS)),
     "retained_gradients of a branch on a value": lambda gt, a: noted(
         lambda: gt.retained_gradients(lambda x: x.sum() if x[0] > 0 else x)(a(V))
     ),
@@ -421,7 +419,6 @@ BAD: dict[str, Call] = {
     "forward over reverse, a captured array": lambda gt, a: gt.grad(
         lambda y: gt.grad(lambda x: (x * y).sum() ** 2, mode="forward_over_reverse")(a(V)).sum()
     )(a(V)),
-    "the layers' namespace of the other framework": lambda gt, a: gt.nn,
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
     "argnums repeats an argument": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(
@@ -654,6 +651,11 @@ BAD: dict[str, Call] = {
         lambda: rule_of_primals(gt, a)
     ),
     "a fwd with too few arguments": rule_of_one_argument,
+    "custom_rule of a class with a backward method": lambda gt, a: gt.custom_rule(Function),
+    "formula without arguments": lambda gt, a: gt.formula(mean),
+    "minimax with two losses": lambda gt, a: gt.minimax_value_and_grad(
+        lambda x, y: (x.sum(), y.sum()), 0, 1
+    )(a(V), a(V)),
     "a bwd of the cotangent and the residuals": lambda gt, a: noted(
         lambda: rule_of_swapped_arguments(gt, a)
     ),
@@ -968,7 +970,6 @@ BAD: dict[str, Call] = {
 
 # calls that raise an error of Python, NumPy or the framework instead of a `GradtoolsError`
 NATIVE = {
-    "the layers' namespace of the other framework": "AttributeError: Python's protocol requires it",
     "a kernel that raises an error": "LinAlgError: the error of a kernel is not wrapped",
     "a kernel that writes to its argument": "ValueError: raised by NumPy for a read-only argument",
 }
@@ -979,7 +980,6 @@ ONLY = {
     "retained_gradients of a branch on a value": "jax",
     "checkpoint of a branch on a value": "jax",
     "forward over reverse, a captured array": "jax",
-    "the layers' namespace of the other framework": "jax",
     "grad with respect to a list of parameters": "torch",
     "accumulating parameters": "torch",
     "assign_gradients, the parameters as gradients": "torch",

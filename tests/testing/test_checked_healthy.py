@@ -323,11 +323,17 @@ def _jax_grad_through_parts(gt, jax, x):
     jax.grad(lambda x: (_rule(gt)(x) + _kernel(gt)(x)).sum())(x)
 
 
+def _straight_through_of_pytorch(gt, torch, x):
+    sampled = lambda x: torch.nn.functional.gumbel_softmax(x, hard=True)
+    gt.grad(lambda x: (sampled(x) * torch.arange(3.0)).sum())(x)
+
+
 OWN = {
     "torch": (
         *(_no_grad_block, _inner_derivative_of_pytorch, _dropout_and_batch_normalization),
         *(_masked_attention, _squared_relu_of_ones_own, _hook_that_logs, _complex_numbers),
         *(_functions_of_a_stopped_value, _equilibrium_by_a_hook, _backward_through_parts),
+        _straight_through_of_pytorch,
     ),
     "jax": (
         *(_scan, _stop_in_a_scan, _linear_solvers, _a_rule_of_a_stopped_value),

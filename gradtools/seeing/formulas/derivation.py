@@ -132,6 +132,7 @@ class Formula:
 
     __repr__ = __str__
 
+    @user_facing
     def lines(self, section: int) -> list[str]:
         """Returns the lines of a section; section 0 is the program and section 1 is its adjoint."""
         sections = self._statements.sections

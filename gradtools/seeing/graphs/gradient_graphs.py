@@ -9,6 +9,7 @@ from typing import Any
 
 from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
+from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
@@ -18,6 +19,7 @@ from gradtools.seeing.graphs.program import Framework, LeafProgram
 from gradtools.seeing.pictures import drawing, saving, texts
 
 
+@user_facing_methods
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
     """The nodes and values of one run of a program, with text, SVG and HTML output."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import order_among
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 
 TOLERANCES: dict[str, tuple[float, float, float]] = {
@@ -34,6 +35,7 @@ EPSILONS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bflo
 _REAL_PART = {"complex128": "float64", "complex64": "float32"}
 
 
+@user_facing
 def tolerance(dtype: Any, order: int = 0) -> float:
     """Returns the largest relative error at which two results of one dtype agree.
 

@@ -128,7 +128,6 @@ def test_under_vmap_and_at_third_order(gt, name):
     close(gt, third(ours)(x[0]), third(plain)(x[0]))
 
 
-@pytest.mark.slow_at("jax")
 def test_check_rule_tells_a_right_adjoint_from_a_wrong_one(gt):
     x = gt.to_numpy(numbers(gt, "fft"))
     assert check_rule(spectrum(gt)[0], (x,), gt)

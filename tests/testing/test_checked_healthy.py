@@ -348,7 +348,6 @@ AGREEING = (
 )
 
 
-@pytest.mark.slow_at(("jax", "_linear_solvers"))
 @pytest.mark.parametrize(("name", "program"), [(n, p) for n, own in OWN.items() for p in own])
 def test_a_program_of_one_framework_passes(name, program):
     framework = pytest.importorskip(name)
@@ -384,7 +383,6 @@ def _stories() -> list[Any]:
     return found.cases()
 
 
-@pytest.mark.slow_at("a reverse rule for a loss serves hessians", "the hessian of a ridge solution")
 @pytest.mark.sampled(12, 100)
 @pytest.mark.parametrize("story", _stories())
 def test_a_story_passes(story):

@@ -233,7 +233,6 @@ def lstm_in_jax(gates):
     return apply
 
 
-@pytest.mark.slow
 def test_swapped_gates_of_a_recurrent_layer_are_named_as_permuted_blocks():
     torch.manual_seed(0)
     module = torch.nn.LSTM(4, 3, batch_first=True).double()

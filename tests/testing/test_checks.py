@@ -262,6 +262,13 @@ def test_the_reason_for_a_mode_left_out_is_whole_and_public(gt, backend_name):
     assert "Refusal" not in reason and "mode='reverse'" in reason
 
 
+def test_a_tangent_that_pytorch_cannot_differentiate_is_left_out():
+    torch = pytest.importorskip("torch")
+    f = lambda x: torch.nn.functional.cross_entropy(x, torch.tensor([0, 1]))
+    report = check_derivatives(f, (np.linspace(-1, 1, 6).reshape(2, 3),), "torch")
+    assert report and any("reverse over forward mode" in line for line in report.left_out)
+
+
 def test_a_nan_of_second_order_is_not_told_as_a_constant(gt, backend_name):
     square = gt.custom_rule(lambda x: x**2)
     nothing = lambda x: 0 * gt.xp.sqrt((x - 1) ** 2)  # the derivative is NaN at 1

@@ -115,7 +115,8 @@ class Edits(Operators):
                 The scale may be traced, may change between calls, and is not differentiated.
 
         Returns:
-            A copy of x with the same values.
+            A copy of x with the same values, to be used in place of x; only this result has the
+            edited gradient.
 
         Raises:
             GradtoolsError: scale is complex or a negative number, or does not broadcast; x is an
@@ -139,7 +140,7 @@ class Edits(Operators):
                 may be traced, may change between calls, and is not differentiated.
 
         Returns:
-            x, unchanged.
+            x, unchanged, to be used in place of x; only this result has the edited gradient.
 
         Raises:
             GradtoolsError: scale is complex or does not broadcast; x is an object without arrays,
@@ -231,7 +232,7 @@ class Edits(Operators):
                 on an accelerator, the gradient is NaN instead.
 
         Returns:
-            x, unchanged.
+            x, unchanged, to be used in place of x; only this result has the edited gradient.
 
         Raises:
             GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar; or
@@ -281,7 +282,7 @@ class Edits(Operators):
                 share the memory, as in `torch.Tensor.register_hook`; clone the argument first.
 
         Returns:
-            x, unchanged.
+            x, unchanged, to be used in place of x; only this result has the edited gradient.
 
         Raises:
             GradtoolsError: fn returns a different structure or shape; the edit is used in `gt.jvp`.
@@ -347,7 +348,7 @@ class Edits(Operators):
             dx: A pytree like x, with the same shapes and dtypes.
 
         Returns:
-            x, unchanged.
+            x, unchanged, to be used in place of x; only this result has the edited gradient.
 
         Raises:
             GradtoolsError: dx differs from x in structure, shape or dtype; the edit is used in

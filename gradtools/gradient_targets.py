@@ -37,10 +37,12 @@ def paired(framework: str, trees: Any, caller: str, target: Any, grads: Any) -> 
 
         def refuse(expected: str) -> NoReturn:
             came = with_article(type(grads).__name__)
+            fix = f"Give the gradients the target's structure: {caller}(target, grads)."
+            if hasattr(grads, "reset") and hasattr(grads, "mean"):  # a GradientAccumulator
+                fix = "Pass its mean() or sum()."
             size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
             raise GradtoolsError(
-                f"{caller}: grads{path} is {came}{size}; expected {expected}. "
-                f"Give the gradients the target's structure: {caller}(target, grads)."
+                f"{caller}: grads{path} is {came}{size}; expected {expected}. {fix}"
             )
 
         if grads is None:

@@ -344,8 +344,8 @@ class Call:
         derivative, parenthesis, _ = str(getattr(self.f, "__name__", "")).partition("(")
         if parenthesis and derivative in ("grad", "value_and_grad", "jacobian", "hessian"):
             fix = (
-                f"f is itself a derivative, the result of {derivative}; for the second derivatives "
-                "of a real scalar function use hessian(function), otherwise jacobian(f)"
+                f"f is itself a derivative, the result of {derivative}; for second derivatives of "
+                "a real scalar function pass it to hessian or hvp, otherwise use jacobian(f)"
             )
         fix = NO_RETURN if output is None else f"{fix}."
         if not single and self.caller == "minimax_value_and_grad":

@@ -39,6 +39,8 @@ def not_parameters(caller: str, framework: str, params: Any) -> GradtoolsError:
         came = f"the {kind} module {type(params).__name__}"
     if kind not in (None, "flax.linen") and caller == CALLER:
         hint = " Are the arguments swapped? Call match_parameters(torch_model, jax_model)."
+    if kind == "flax.linen" and framework == "JAX":
+        hint = " Pass module.init(key, *args), or the pair (module, variables)."
     return GradtoolsError(
         f"{caller}: expected {framework}'s parameters, {_EXPECTED[framework]}; got {came}.{hint}"
     )

@@ -36,6 +36,10 @@ from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # JAX 0.12 merged the two classes
 
+CustomVJPException: Any = getattr(_ad, "CustomVJPException", ())
+"""The exception that JAX raises for a derivative with respect to an array that a custom_vjp
+captures. If JAX removes this class, the exception is not handled."""
+
 
 class RulePrimitive(Primitive):
     """A primitive with several results. JAX's caches refer weakly to the parameter `rule`.

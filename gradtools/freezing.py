@@ -36,16 +36,17 @@ def name_of_function(caller: str) -> str:
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
-    """Returns the error for a second derivative of a frozen function that contains an edit.
+    """Returns the error for a derivative that a frozen function with an edit does not support.
 
     The derivatives with respect to the arguments and to G's output are computed separately, so a
     nonlinear edit would be applied to each derivative instead of their sum.
     """
     fun = name_of_function(caller)
+    advice = "call G without frozen" if fun == "G" else "leave out the mode"
     return GradtoolsError(
-        f"{caller}: {fun} contains {edit}, which has a reverse rule only, so the second derivative "
-        f"with respect to the arguments of {fun} is not available. Edit gradients outside of "
-        f"{fun}, or {'call G without frozen' if fun == 'G' else 'leave out the mode'}."
+        f"{caller}: {fun} contains {edit}, which has a reverse rule only, so forward mode and "
+        f"the second derivative with respect to the arguments of {fun} are not available. Edit "
+        f"gradients outside of {fun}, or {advice}."
     )
 
 
@@ -76,8 +77,8 @@ class Freezing(Operators):
         (recurrent layers on the CPU, a Function without jvp), registers gradient hooks or calls
         `torch.autograd.grad`, a second derivative requires a double backward pass through G. JAX: G
         is a function, or an equinox or flax.nnx module. If G has no forward mode (a
-        `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning; a rule that is
-        nonlinear in its cotangent raises an error.
+        `jax.custom_vjp`), the derivative applies reverse mode twice, with a warning, and forward
+        mode transposes the pullback; a rule that is nonlinear in its cotangent raises an error.
 
         Args:
             G: A function that takes and returns pytrees of arrays.

@@ -31,16 +31,14 @@ from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
 from jax._src.core import trace_state_clean as trace_state_clean
 from jax._src.interpreters import ad as _ad
-from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # JAX 0.12 merged the two classes
 
-
-DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
-"""The class of the tracers that record a jaxpr. If JAX removes this class, the forward pass of each
-rule is traced twice."""
+CustomVJPException: Any = getattr(_ad, "CustomVJPException", ())
+"""The exception that JAX raises for a derivative with respect to an array that a custom_vjp
+captures. If JAX removes this class, the exception is not handled."""
 
 
 class RulePrimitive(Primitive):

@@ -23,7 +23,7 @@ import numpy as np
 
 from gradtools.code_origin import is_in
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal, file_of
+from gradtools.jax._upstream import CustomVJPException, Literal, file_of
 from gradtools.jax.jaxprs import Eqn, Jaxpr, open_jaxpr, traced
 from gradtools.jax.known_errors import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull
@@ -136,7 +136,10 @@ def _key_of_rule(eqn: Eqn) -> Hashable:
     """Returns a hashable form of the pullback of a function with a rule."""
     given = lambda ys: [jnp.ones_like(y) if is_inexact(y) else None for y in ys]
     pulled = lambda *xs: pull(lambda *xs: jaxprs.bound(eqn, xs), xs, given)
-    closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])
+    try:
+        closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])
+    except CustomVJPException as error:  # some inputs are captured arrays
+        raise TypeError("not hashable: a rule that captures arrays") from error
     if closed.consts:
         raise TypeError("not hashable: a rule that reads arrays")
     return _key(jaxprs.live(open_jaxpr(closed)), of_rule=True)

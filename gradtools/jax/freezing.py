@@ -25,8 +25,8 @@ from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import TracedRule, reverse_only_p
-from gradtools.jax.rules.transposing import pull
-from gradtools.jax.trees import conj, is_inexact, zero_cotangent
+from gradtools.jax.rules.transposing import pull, transpose
+from gradtools.jax.trees import conj, filled, is_inexact, zero_cotangent, zeros_of
 from gradtools.rules import Linearized, Rule, replaced_at, spread
 
 Entries = Sequence[Any]
@@ -133,7 +133,14 @@ class _Use:
         likes, n, m = [jax.typeof(y) for y in ys], len(xs), len(xs) + len(ys)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-            return _along(self.at(saved[:n]), saved[: self.count], dxs[: self.count])
+            xs, moved = saved[:n], saved[: self.count]
+            if self.reverse_only(xs) is None:
+                return _along(self.at(xs), moved, dxs[: self.count])
+            # the transpose of the pullback
+            mask = [*map(is_inexact, likes)]
+            pulled = lambda xs, *cts: self.pulled(mask, xs, cts)
+            zeros, dxs = [*map(zeros_of, compress(likes, mask))], filled(dxs[: self.count], moved)
+            return spread(transpose(self.rule, "cotangent", pulled, xs, zeros, dxs), mask)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             mask = [ct is not None for ct in cts]

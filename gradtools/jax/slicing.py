@@ -147,14 +147,18 @@ def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -
     devices process each chunk.
     """
     name = next((e for e in (shardings.entries(x)[0] for x in batch) if e is not None), None)
-    if name is None:
-        mapped = lambda batch: jax.lax.map(lambda xs: f(*xs), batch, batch_size=size)
-        return run_compiled(mapped, list(batch))  # f may be a new object in each call
-    cut, first, parts = Partition(batch[0].shape[0], size or 1, interleaved=True), 0, []
-    splits = [Split(x, 0, cut) for x in batch]
-    for rows, chunks in groupby(cut.sizes):
-        count = len(list(chunks))
-        stacked = [s.stacked(first, count, rows) for s in splits]
-        parts.append(jax.lax.map(lambda xs: jax.vmap(f)(*xs), stacked))
-        first += count
-    return jax.tree.map(lambda *ys: joined(cut, 0, ys, name), *parts)
+
+    def mapped(batch: Sequence[Array]) -> Any:
+        if size is None and name is None:
+            return jax.lax.map(lambda xs: f(*xs), batch)
+        cut, first, parts = Partition(batch[0].shape[0], size or 1, name is not None), 0, []
+        splits = [Split(x, 0, cut) for x in batch]
+        runs = [(rows, len(list(chunks))) for rows, chunks in groupby(cut.sizes)]
+        for rows, count in [(cut.chunk_size, cut.count)] if cut.is_symbolic else runs:
+            stacked = [s.stacked(first, count, rows) for s in splits]
+            parts.append(jax.lax.map(lambda xs: jax.vmap(f)(*xs), stacked))
+            first += count
+        return jax.tree.map(lambda *ys: joined(cut, 0, ys, name), *parts)
+
+    # f may be a new object in each call
+    return run_compiled(mapped, list(batch)) if name is None else mapped(batch)

@@ -501,3 +501,13 @@ def test_a_gather_holds_all_rows_in_order_and_its_derivative_sums():
     cotangent = jnp.asarray(RNG.normal(size=(3, 6, 2)))
     pullback = jax.vjp(jax.vmap(lambda x: gt.all_gather(x, "b"), axis_name="b"), x)[1]
     same(pullback(cotangent)[0], cotangent.sum(0).reshape(3, 2, 2))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_per_example_gradients_of_a_batch_of_symbolic_size(chunk_size):
+    f = lambda w, x: (w * x).sum() ** 2
+    w, x = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
+    (rows,) = jax.export.symbolic_shape("2*n")
+    chunked = jax.jit(gt.per_example_grad(f, chunk_size=chunk_size))
+    exported = jax.export.export(chunked)(w, jax.ShapeDtypeStruct((rows, 3), x.dtype))
+    np.testing.assert_allclose(exported.call(w, x), gt.per_example_grad(f)(w, x))

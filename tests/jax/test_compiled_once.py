@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.ode import odeint
 
 import gradtools.jax as gt
 
@@ -144,6 +145,13 @@ def test_what_a_rule_reads_may_change(rule, operator):
     for value in (1.0, 3.0, 5.0, 3.0):
         slope[0] = config.factor = value
         assert jax.grad(lambda x: f(x).sum())(X)[0, 0] == value
+
+
+def test_a_batched_rule_of_jax_may_capture_arrays():
+    times = jnp.array([0.0, 0.5])  # odeint captures the coefficients of its method
+    solve = jax.vmap(lambda y: odeint(lambda y, t: -y, y, times)[-1])
+    gradient = jax.grad(lambda x: gt.checkpoint(solve)(x).sum())(X[:3])
+    np.testing.assert_allclose(gradient, np.full((3, 2), np.exp(-0.5)), rtol=1e-5)
 
 
 def test_arrays_that_a_function_or_its_rule_closes_over_are_not_kept():

@@ -134,6 +134,25 @@ def test_where_forward_mode_fails_reverse_mode_twice_is_taken_and_said(name, wra
         np.testing.assert_allclose(a, b, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["custom_vjp", "in a scan", "in a checkpoint"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_forward_over_reverse_transposes_the_pullback(name, wrap):
+    G, z = WITHOUT_FORWARD_MODE[name], jnp.array([[0.3, -0.2], [0.5, 0.9]])
+
+    def second(G):
+        slope = jax.grad(lambda z: jnp.sum(jnp.sin(G(z))))
+        return wrap(lambda z: jax.jvp(slope, (z,), (z * z,))[1])(z)
+
+    np.testing.assert_allclose(second(gt.frozen(G)), second(G), rtol=1e-10)
+
+
+def test_the_transpose_of_a_pullback_has_no_tangent_of_an_integer():
+    G = gt.frozen(lambda z: (jnp.argmax(z), _by_hand((1 + 2j) * z)))
+    _, tangents = jax.jvp(G, (A,), (A + 1,))
+    assert tangents[0].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(tangents[1], jnp.cos((1 + 2j) * A) * (1 + 2j) * (A + 1), rtol=1e-10)
+
+
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_captured_weights_are_in_the_compiled_program_once(kind):
     """The value, the pullback and the pushforward share one copy of the weights."""

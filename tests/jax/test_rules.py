@@ -307,3 +307,33 @@ print("right")
 @pytest.mark.slow
 def test_a_map_is_checked_at_its_first_transposition_inside_of_shard_map():
     assert on_devices(FIRST_IN_SHARD_MAP, 2) == "right"
+
+
+def _called_back(x):
+    spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.sin, spec, x, vmap_method="sequential")
+
+
+def _with_a_callback():
+    f = gt.custom_rule(_called_back)
+    f.defvjp(lambda x: (_called_back(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    return f
+
+
+HOST_CODE = {
+    "linear host function": (
+        gt.host_function(lambda x: 2 * x, adjoint=lambda ct: 2 * ct),
+        lambda x: 2 * x,
+    ),
+    "callback in fwd": (_with_a_callback(), jnp.sin),
+}
+
+
+@pytest.mark.parametrize("which", HOST_CODE)
+def test_a_second_derivative_of_jitted_code_does_not_differentiate_fwd(which):
+    def second(f):
+        gradient = jax.jit(jax.grad(lambda x: (f(x) ** 3).sum()))
+        return jax.grad(lambda x: gradient(x).sum())(X)
+
+    found, expected = map(second, HOST_CODE[which])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

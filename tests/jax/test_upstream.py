@@ -57,13 +57,6 @@ def test_what_is_taken_from_its_private_place_is_what_is_public(name):
     assert getattr(upstream, name) is getattr(jax.extend.core, name)
 
 
-def test_a_tracer_of_a_jaxpr_is_told_from_those_of_other_transforms():
-    seen = []
-    look = lambda x: seen.append(isinstance(x, upstream.DynamicJaxprTracer)) or x
-    jax.make_jaxpr(look)(1.0), jax.grad(look)(1.0), jax.vmap(look)(jnp.ones(2))
-    assert seen == [True, False, False]
-
-
 def test_a_trace_is_told_from_none():
     seen = []
     look = lambda x: seen.append(upstream.trace_state_clean()) or x

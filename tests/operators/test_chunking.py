@@ -20,7 +20,7 @@ def numbers(gt, tree):
 
 def close(gt, found, expected, tolerance=1e-12):
     found, expected = numbers(gt, found), numbers(gt, expected)
-    size = max(float(np.abs(e).max()) for e in expected)
+    size = max(float(np.abs(e).max(initial=0)) for e in expected)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
@@ -194,3 +194,13 @@ def test_a_note_names_key_argnums_if_a_key_was_split():
     with pytest.raises(TypeError) as caught:
         noisy(jax.numpy.ones((2, 3)), jax.random.PRNGKey(0))  # a key of two words, two examples
     assert "random key, name it in key_argnums" in caught.value.__notes__[0]
+
+
+def test_an_output_of_size_0_is_stacked_from_chunks(gt):
+    w = {"full": gt.asarray(np.arange(3.0)), "empty": gt.asarray(np.zeros((0, 2)))}
+    x = gt.asarray(np.arange(9.0).reshape(3, 3))
+    f = lambda w, x: (w["full"] * x).sum() + w["empty"].sum()
+    close(gt, gt.per_example_grad(f, chunk_size=2)(w, x), gt.per_example_grad(f)(w, x))
+    g = lambda w: {"doubled": 2 * w["full"], "none": w["empty"]}
+    jacobian = lambda **options: gt.jacobian(g, mode="forward", **options)(w)
+    close(gt, jacobian(chunk_size=2), jacobian())

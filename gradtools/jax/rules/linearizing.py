@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
-from gradtools.jax._upstream import DynamicJaxprTracer
 from gradtools.jax.jaxprs import traced
 from gradtools.jax.known_errors import READS_A_VALUE
 from gradtools.jax.rules.checking import loss_of, refuse_loss
@@ -91,10 +90,12 @@ def forward_pass(
 
         maps = memoized(rule, key, make)
         return ys, maps, maps.saved(xs, ys)
-    if is_linearized(rule) or any(_is_transformed(x) for x in xs):
+    if is_linearized(rule) or any(isinstance(x, jax.core.Tracer) for x in xs):
+        # fwd is traced first to determine whether the rule has extras. Only extras are
+        # differentiated through the code of fwd, which may contain callbacks.
         maps = linearized_rule(rule, xs, given)
         out = eval_forward(maps, xs)
-    else:
+    else:  # fwd may branch on the values of concrete inputs
         forward, linearized = _forward_of(rule, given)
         out = forward(*xs)
         maps = linearized()
@@ -102,15 +103,6 @@ def forward_pass(
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:count]], out[count:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
     return ys, maps, maps.saved(xs, ys, extras)
-
-
-def _is_transformed(x: Any) -> bool:
-    """Returns whether x is differentiated or mapped: a tracer that does not record a jaxpr.
-
-    For differentiated or mapped inputs, fwd is traced first to determine whether the rule has
-    extras, because only extras are differentiated through the code of fwd.
-    """
-    return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
 
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:

@@ -348,6 +348,10 @@ class Call:
                 "a real scalar function pass it to hessian or hvp, otherwise use jacobian(f)"
             )
         fix = NO_RETURN if output is None else f"{fix}."
+        kernel = getattr(self.f, "kernel", None)  # f is a host function
+        if out is not None and kernel is not None and getattr(kernel, "out", 0) is None:
+            fix = "The result of a host function without out= has the shape of its first argument; "
+            fix += "for another shape pass out=ArraySpec(shape, dtype)."
         if not single and self.caller == "minimax_value_and_grad":
             fix += " For a loss of each player, use vjp."
         raise GradtoolsError(

@@ -1,4 +1,4 @@
-"""Detaches tensors, materializes symbolic zeros, and copies inference tensors for derivatives."""
+"""Detaches and compares tensors, materializes symbolic zeros, and copies inference tensors."""
 
 from __future__ import annotations
 
@@ -71,3 +71,31 @@ def tangent_in_memory(tangent: Tensor | None, like: Tensor) -> Tensor:
     if tangent is None or upstream.is_zero(tangent):
         return torch.zeros_like(like, requires_grad=False)
     return tangent
+
+
+def is_equal(
+    y: Tensor, first: Tensor, exact: bool, scale: Sequence[Tensor], every: Sequence[Tensor]
+) -> bool:
+    """Returns whether two results are equal, or equal up to rounding if not `exact`.
+
+    scale: The outputs whose largest entry determines the absolute tolerance.
+    every: All outputs, whose largest entry determines the rounding error of an entry that is zero.
+    """
+    if y.dtype is torch.complex32:  # PyTorch does not compare complex32
+        y, first = map(torch.view_as_real, (y, first))
+        scale, every = ([torch.view_as_real(x) for x in xs] for xs in (scale, every))
+    if exact and y.device.type == "cpu":
+        return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
+    eps = torch.finfo(y.dtype).eps
+    near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
+    if y.device.type == "cpu" and eps < 1e-10:
+        near = 1e-9
+    close = (y - first).abs() <= near * (first.abs() + _largest(scale)) + 4 * eps * _largest(every)
+    close |= (y == first) | ((y != y) & (first != first))  # equal infinite entries, or NaN
+    return bool(close.all())  # reads one value, which synchronizes the device
+
+
+def _largest(xs: Sequence[Tensor]) -> Any:
+    """Returns the largest modulus of the finite entries, or 0.0 if there are no entries."""
+    each = [torch.where(x.isfinite(), x, 0).abs().max() for x in xs if x.numel()]
+    return torch.stack(each).max() if each else 0.0

@@ -51,6 +51,7 @@ from gradtools.torch.functorch_wrappers import (
     unwrapped,
     with_batch_in_front,
 )
+from gradtools.torch.gradient_tensors import is_equal
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked, running
 from gradtools.torch.state import Held, RunState
@@ -281,7 +282,8 @@ class Program:
                 continue  # fake tensors have no values
             written = upstream.version_of(first) != version
             scale = arrays if y.ndim else every
-            if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
+            exactly = exact and not self.otherwise
+            if not (written or is_equal(y.detach(), first, exactly, scale, every)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. f depends on state "
@@ -310,25 +312,6 @@ class Program:
         one, dims = self._call, tuple(axes)
         call = lambda xs: torch.vmap(lambda *xs: tuple(one(xs)), dims, randomness=randomness)(*xs)
         return self._copy(call=lambda xs: list(call(xs)))
-
-
-def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
-    """Returns whether two results are equal, or equal up to rounding if not `exact`.
-
-    scale: The outputs whose largest entry determines the absolute tolerance.
-    """
-    if y.dtype is torch.complex32:  # PyTorch does not compare complex32
-        y, first, *scale = map(torch.view_as_real, (y, first, *scale))
-    if exact and y.device.type == "cpu":
-        return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
-    near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
-    if y.device.type == "cpu" and torch.finfo(y.dtype).eps < 1e-10:
-        near = 1e-9
-    largest = [torch.where(x.isfinite(), x, 0).abs().max() for x in scale if x.numel()]
-    size = torch.stack(largest).max() if largest else 0.0
-    close = (y - first).abs() <= near * (first.abs() + size)
-    close |= (y == first) | ((y != y) & (first != first))  # equal infinite entries, or NaN
-    return bool(close.all())  # reads one value, which synchronizes the device
 
 
 class Pull(Program):

@@ -663,6 +663,9 @@ BAD: dict[str, Call] = {
         lambda: adjoint(gt, a, lambda y: ROWS @ y)
     ),
     "an adjoint that returns a wrong shape": lambda gt, a: adjoint(gt, a, lambda y: y),
+    "a traced kernel that reduces, without out": lambda gt, a: gt.compile(
+        gt.grad(gt.host_function(np.sum, adjoint=lambda y: np.full(2, y)))
+    )(a(V)),
     "a host function without a rule": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.host_function(np.sin)(x))
     )(a(V)),
@@ -977,6 +980,7 @@ NATIVE = {
 
 # calls that raise an error in only one backend
 ONLY = {
+    "a traced kernel that reduces, without out": "jax",
     "retained_gradients of a branch on a value": "jax",
     "checkpoint of a branch on a value": "jax",
     "forward over reverse, a captured array": "jax",

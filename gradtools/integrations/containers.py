@@ -208,7 +208,7 @@ def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
         new.data = parts
     elif isinstance(new, dict):
         for key, part in parts.items():
-            new[key] = part  # a subclass may forbid `update`, or set attributes in `__setitem__`
+            new[key] = part  # a subclass may forbid `update`, or also set an attribute
     else:
         for name, part in parts.items():
             object.__setattr__(new, name, part)

@@ -147,6 +147,11 @@ that runs a module's full backward hooks. `backward_class` returns the class of 
 Function creates."""
 
 
+def nodes_of_function(nodes: Sequence[Any], function: Any) -> list[Any]:
+    """Returns the nodes that a Function created outside of vmap."""
+    return [node for node in nodes if type(node) is function._backward_cls]
+
+
 def function_of(node: Any) -> Any:
     """Returns the class of the user's Function that created a node, or None for a built-in node.
 

@@ -22,8 +22,8 @@ def gate_of(caller: str, constants: Sequence[Tensor]) -> list[Tensor]:
 
 def constants_among(nodes: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
     """Returns the `Constants` nodes in a graph, and the constants, which are leaves."""
-    ends = [node for node in nodes if type(node) is Constants._backward_cls]  # type: ignore[attr-defined]
-    behind = nodes_behind(ends)
+    ends = upstream.nodes_of_function(nodes, Constants)
+    behind = nodes_behind(ends) if ends else []
     return ends, [node.variable for node in behind if type(node) is upstream.AccumulateGrad]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
+from gradtools import GradtoolsError, host_functions
 from gradtools.host_kernels import ArraySpec
 from tests.support.native import NATIVE
 from tests.support.numpy_trees import lower
@@ -272,3 +272,19 @@ def test_calls_with_other_constants_are_other_calls(host, native):
         one, zero, minus = both(native.array(X[1]))
         same(one, X[1])
         assert not np.signbit(lower(zero)[2]) and np.signbit(lower(minus)[2])
+
+
+# --- the rules of a kernel's derivatives
+
+
+def test_the_rules_of_a_kernels_derivatives_are_made_once_for_equal_calls(gt, monkeypatch):
+    made, maps = [], host_functions._KernelMaps
+    monkeypatch.setattr(
+        host_functions, "_KernelMaps", lambda *args: (made.append(args), maps(*args))[1]
+    )
+    sin, cos = gt.host_function(np.sin), gt.host_function(np.cos)
+    sin.defvjp(lambda x: (sin(x), x), lambda x, ct: (ct * cos(x),))
+    x = gt.asarray(X)
+    for _ in range(3):
+        same(gt.grad(lambda x: sin(x).sum())(x), np.cos(X))
+    assert len(made) == 1

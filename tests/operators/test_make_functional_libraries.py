@@ -252,6 +252,18 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
 
 
+def test_an_equinox_module_takes_the_key_as_one_of_its_keyword_arguments():
+    class Dropping(eqx.Module):
+        drop: eqx.nn.Dropout
+
+        def __call__(self, x, **kwargs):
+            return self.drop(x, **kwargs)
+
+    apply, params, state = make_functional(Dropping(eqx.nn.Dropout(0.5)))
+    out, _ = apply(params, state, jnp.ones(64), key=KEY)
+    assert np.array_equal(out, eqx.nn.Dropout(0.5)(jnp.ones(64), key=KEY))
+
+
 # Calls of `apply` with wrong arguments and their errors, and valid calls that raise no error
 
 

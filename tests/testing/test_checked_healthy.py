@@ -110,6 +110,17 @@ def _squared_by_rule(gt: Any) -> Any:
     return lambda x: square(x, gt.stop_gradient(x))
 
 
+def _solution_and_a_rule_of_a_constant(gt: Any, x: Any) -> Any:
+    """Return the product of an implicit solution z and a custom rule with a fixed argument.
+
+    z is recomputed at each point, and the stopped value keeps its value.
+    """
+    times = gt.custom_rule(lambda x, fixed: x * fixed)
+    times.defvjp(lambda x, fixed: (x * fixed, (x, fixed)), lambda s, g: (g * s[1], g * s[0]))
+    z = gt.implicit_solution(lambda z, x: 2 * z - x**2, lambda x: x**2 / 2, "cg")(x)
+    return z * times(x, gt.stop_gradient(x))
+
+
 _MEANT = {
     "a reversal": lambda gt, x: gt.reverse_gradient(x, 0.5),
     "a stop": lambda gt, x: gt.stop_gradient(x) * x,
@@ -124,6 +135,7 @@ _MEANT = {
     ),
     "first-order MAML": lambda gt, x: x - gt.stop_gradient(gt.grad(square(gt, gt.xp.sin))(x)),
     "MAML": lambda gt, x: x - 0.1 * gt.grad(square(gt, gt.xp.sin))(x),
+    "an implicit solution and a rule of a constant": _solution_and_a_rule_of_a_constant,
     "a rule": lambda gt, x: _rule(gt)(x),
     "a kernel": lambda gt, x: _kernel(gt)(x),
     "a rule of a stopped value": lambda gt, x: _squared_by_rule(gt)(x),
@@ -222,6 +234,21 @@ def _hook_that_logs(gt, torch, x):
 
     gt.grad(f)(x)
     gt.hvp(f, (x,), (x,))
+
+
+def _function_that_detaches_with_gradients_enabled(gt, torch, x):
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            with torch.enable_grad():
+                return x.detach().sin().detach()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+    gt.grad(lambda x: (Sine.apply(x) * x.detach()).sum())(x)
 
 
 def _complex_numbers(gt, torch, x):
@@ -333,7 +360,7 @@ OWN = {
         *(_no_grad_block, _inner_derivative_of_pytorch, _dropout_and_batch_normalization),
         *(_masked_attention, _squared_relu_of_ones_own, _hook_that_logs, _complex_numbers),
         *(_functions_of_a_stopped_value, _equilibrium_by_a_hook, _backward_through_parts),
-        _straight_through_of_pytorch,
+        *(_straight_through_of_pytorch, _function_that_detaches_with_gradients_enabled),
     ),
     "jax": (
         *(_scan, _stop_in_a_scan, _linear_solvers, _a_rule_of_a_stopped_value),

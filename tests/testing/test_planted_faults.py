@@ -151,6 +151,13 @@ fault(
     Y,
     says="In torch the gradient is not stopped",
 )
+fault(  # a factor 2, since both factors of the product are x
+    "gradient",
+    "stopped gradient in torch",
+    lambda x: x * x.detach(),
+    SQUARE,
+    says="In jax the gradient is not stopped",
+)
 fault(
     "gradient",
     "no known pattern",
@@ -207,6 +214,17 @@ def test_a_planted_fault_is_found_and_named(quantity, cause, programs, says):
     first = caught.value.report.first
     assert (first.quantity, first.cause) == (quantity, cause)
     assert says in str(caught.value)
+
+
+def test_finite_differences_of_wrong_gradients_blame_no_side_for_the_second_derivative():
+    """PyTorch's gradients are wrong, so differences of them say nothing about hvp."""
+    slope = torch_rule(torch.cos, lambda c, x: -c * torch.sin(x))
+    wrong = torch_rule(torch.sin, lambda c, x: 1.5 * c * slope(x))
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=wrong, jax=jnp.sin, args=(X,), order=2)
+    details = {c.quantity: c.detail for c in caught.value.report.disagreements}
+    assert "torch is wrong" in details["gradient"]
+    assert "is wrong" not in details["hvp, reverse over reverse"]
 
 
 def test_a_factor_of_the_gradient_explains_the_loss():

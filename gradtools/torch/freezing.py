@@ -228,8 +228,7 @@ class _Use(Program):
     # --- derivatives of a recorded call
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        every = zip(super().wanted(ctx, xs, wants), xs, strict=True)
-        return [w and not is_spent(x) for w, x in every]
+        return [w and not is_spent(x) for w, x in zip(wants, xs, strict=True)]
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]

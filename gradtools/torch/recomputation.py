@@ -135,10 +135,7 @@ class Program:
         ctx: The context object of the autograd node.
         wants: Whether the backward pass may need the gradient of each input.
         """
-        if not self.gate:
-            return wants
-        first = len(self.sources) + len(self.captured)  # the index of the gate
-        return [w and i != first for i, w in enumerate(wants)]
+        return wants
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """Runs f for the first time, and returns the detached outputs and the state after the run.

@@ -218,7 +218,8 @@ class Program:
 
         Returns None if the outputs depend on another tensor that has a graph.
         """
-        ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
+        read = [*as_read_now(self.held.tensors), *[x for _, x in self.replaced.values()]]
+        ends = {x.grad_fn: x for x in read if x.grad_fn is not None}
         given = {node_of(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
         nodes = nodes_of(ys, ends.keys() | given)
@@ -571,7 +572,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     given = [*compress(xs, moving)] or [torch.zeros(())]
     ys, *_ = torch.func.vjp(fun, *given)
     program.state = program.state.until(program.state.again())
-    inputs = program.inputs(xs, [x for x, _ in found.values()])
+    inputs = [*map(alive, as_read_now(program.inputs(xs, [x for x, _ in found.values()])))]
     if not any(map(is_inexact, inputs)):
         return list(ys)
     plain = [*map(unwrapped, inputs)]

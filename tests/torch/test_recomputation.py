@@ -174,6 +174,21 @@ def test_nested_in_itself_thirty_deep():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_checkpoint_inside_is_recomputed_when_parameters_are_arguments(hooked, recwarn):
+    """With hooks, and in a Jacobian, the parameters of the outer checkpoint become arguments."""
+    net, x = nn.Linear(3, 3).double(), _numbers(2, 3)
+    runs = []
+    f = gt.checkpoint(gt.checkpoint(lambda x: (runs.append(0), net(x).sin())[1]))
+    if hooked:
+        net.weight.register_hook(lambda g: g)
+        f(x).sum().backward()
+    else:
+        torch.testing.assert_close(gt.jacobian(f)(x), gt.jacobian(lambda x: net(x).sin())(x))
+    assert len(runs) == 3
+    assert not [w for w in recwarn if "not recomputed" in str(w.message)]
+
+
 def test_no_lock_is_held_while_f_runs():
     """f acquires a lock that another thread may hold during its own backward pass."""
     lock, net, x = threading.RLock(), nn.Linear(3, 1).double(), _numbers(4, 3)

@@ -32,7 +32,7 @@ import torch
 
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import node_of, nodes_of
+from gradtools.torch.autograd_graph import node_of, nodes_of, unspent
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
@@ -288,9 +288,9 @@ class Program:
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. f depends on state "
-                    "other than its arguments, random streams and the buffers of modules: an "
-                    "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
-                    "state as an argument, or make it a buffer. If train() or eval() was called, "
+                    "other than its arguments, random streams and the buffers of modules: a loop "
+                    "variable, an iterator, a counter, a cache, a file, draws in another thread. "
+                    "Pass it as an argument, or make it a buffer. If train() or eval() was called, "
                     "or an argument was changed in place, call backward before."
                 )
         self.first.clear()  # copies of this program share the list
@@ -357,7 +357,8 @@ class Pull(Program):
         with torch.enable_grad() if plain else torch.inference_mode(False):
             entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
-            ys = self.of.again(inner)
+            with unspent(compress(self.sources, self.wants)):
+                ys = self.of.again(inner)
         outs = [*compress(ys, self.given)]
         ends = [*compress((*self.sources, *inner), self.wants)]
         if True not in [y.requires_grad for y in outs]:

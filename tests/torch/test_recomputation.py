@@ -231,6 +231,20 @@ def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_third_derivatives_of_a_derivative_inside_of_f(wrap):
+    w, v, x = _numbers(3, 3), _numbers(3, seed=1), _numbers(4, 3, seed=2)
+
+    def third(wrap):
+        def f(w, v):
+            slope = gt.grad(lambda x: (x @ w).sin().sum())
+            return wrap(lambda x: slope(x).square() * v + (x @ w).square())(x).sum()
+
+        return gt.grad(lambda v: gt.grad(f)(w, v).square().sum())(v)
+
+    torch.testing.assert_close(third(wrap), third(lambda f: f))
+
+
 def test_f_is_computed_again_to_its_end():
     """PyTorch saves rrelu's noise before drawing it, so f must run to its end (torch#193671)."""
     found = []

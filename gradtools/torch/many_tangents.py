@@ -78,11 +78,12 @@ class _Pushed(Program):
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """Returns results that are differentiable with respect to `given` and `mode.read`."""
-        own, xs = set(map(id, given)), as_read_now(given)
+        xs = as_read_now(given)
+        own = set(map(id, xs))
         # Tensors that the function created are excluded, such as aliases of a derivative inside of
         # the function.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
-        alive = [x for ref in mode.read.values() if (x := ref()) is not None]
+        alive = as_read_now([x for ref in mode.read.values() if (x := ref()) is not None])
         # Function modes do not intercept the arguments of `Function.apply`, but the recorded graph
         # contains these arguments.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()

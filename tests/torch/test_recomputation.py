@@ -245,6 +245,20 @@ def test_third_derivatives_of_a_derivative_inside_of_f(wrap):
     torch.testing.assert_close(third(wrap), third(lambda f: f))
 
 
+def test_second_derivatives_of_a_mixed_partial_inside_of_f():
+    w, x = _numbers(3, 3), _numbers(4, 3, seed=2)
+
+    def second(wrap):
+        def f(w):
+            G = lambda z: (z @ w).sin()
+            mixed = lambda x: gt.mixed_partial(lambda y, g: (y * g).square().sum(), G, x, x, x)
+            return wrap(lambda x: mixed(x).sum() + (x @ w).sum())(x)
+
+        return gt.grad(lambda w: gt.grad(f)(w).square().sum())(w)
+
+    torch.testing.assert_close(second(gt.checkpoint), second(lambda f: f))
+
+
 def test_f_is_computed_again_to_its_end():
     """PyTorch saves rrelu's noise before drawing it, so f must run to its end (torch#193671)."""
     found = []

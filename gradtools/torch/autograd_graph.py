@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -56,6 +57,19 @@ def is_spent(x: Tensor) -> bool:
     share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
+
+
+@contextmanager
+def unspent(xs: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager in which a recomputation records the graphs of spent aliases among xs."""
+    flags = [getattr(x, SPENT) for x in xs if is_spent(x)]
+    try:
+        for flag in flags:
+            flag[0] = False
+        yield
+    finally:
+        for flag in flags:
+            flag[0] = True
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:

@@ -99,7 +99,10 @@ class Replaced(TorchFunctionMode):
                     "arguments cannot be replaced when f is computed again. Pass the tensor to f "
                     "as an argument."
                 )
-            self._left.discard(id(x))
+            mode: Replaced | None = self
+            while mode is not None:
+                mode._left.discard(id(x))
+                mode = mode._before
             x = entry[1]
         return x
 
@@ -175,12 +178,13 @@ class Captured(Replaced):
             return entry[1]
         if id(x) in self._own:
             return x
-        x = alive(x)
-        moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
-        if not moves or upstream.maybe_get_level(x) == self._level:
+        # A tensor that an outer recomputation replaces belongs to a suspended or ended transform.
+        read = alive(super().other(x))
+        moves = read.requires_grad or is_wrapped(read) or (self._hidden and is_inexact(read))
+        if not moves or upstream.maybe_get_level(read) == self._level:
             return x
-        if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform that f calls
-            beneath = _beneath(x, self._level)
+        if upstream.maybe_get_level(read) > self._level:  # x belongs to a transform that f calls
+            beneath = _beneath(read, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
                     "f passes a tensor that it captures to a torch.func transform, whose "

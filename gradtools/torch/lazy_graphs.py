@@ -87,6 +87,7 @@ class LazyGraph(Program):
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
         super().__init__("", list, held, RunState.now(held))
+        self._required = [x.requires_grad for x in held.parameters]
         self.deferred = True  # whether the backward pass builds the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves on which f depends, by id
@@ -128,7 +129,7 @@ class LazyGraph(Program):
         def run(_: Sequence[Tensor]) -> Tensors:
             # The cotangents may be batched by vmap, but f must run outside of vmap.
             outside = upstream.temporarily_clear_interpreter_stack(), torch.inference_mode(False)
-            with outside[0], outside[1], torch.enable_grad(), PlainKernels():
+            with outside[0], outside[1], torch.enable_grad(), PlainKernels(), self._as_required():
                 _thread.again = True
                 try:
                     tree = again() if select is None else select(again())
@@ -144,6 +145,19 @@ class LazyGraph(Program):
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
             every[k] = y
         return trees.unflatten(treedef, every)
+
+    @contextmanager
+    def _as_required(self) -> Iterator[None]:
+        """Context manager in which parameters require grad as in the first evaluation."""
+        pairs = zip(self.held.parameters, self._required, strict=True)
+        changed = [(x, was) for x, was in pairs if x.requires_grad != was]
+        try:
+            for x, was in changed:
+                x.requires_grad_(was)
+            yield
+        finally:
+            for x, was in changed:
+                x.requires_grad_(not was)
 
 
 @contextmanager

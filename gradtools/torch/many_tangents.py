@@ -8,6 +8,7 @@ results are differentiated, the tangents are recomputed by double backward, as i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,16 +74,16 @@ class _Pushed(Program):
     otherwise = True
 
     def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
-        super().__init__(caller, self._by_pulling, held, state.until(state.again()))
-        self._fun, self._size = fun, count
+        super().__init__(caller, partial(_by_pulling, fun, count), held, state.until(state.again()))
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """Returns results that are differentiable with respect to `given` and `mode.read`."""
-        own, xs = set(map(id, given)), as_read_now(given)
+        xs = as_read_now(given)
+        own = set(map(id, xs))
         # Tensors that the function created are excluded, such as aliases of a derivative inside of
         # the function.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
-        alive = [x for ref in mode.read.values() if (x := ref()) is not None]
+        alive = as_read_now([x for ref in mode.read.values() if (x := ref()) is not None])
         # Function modes do not intercept the arguments of `Function.apply`, but the recorded graph
         # contains these arguments.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
@@ -93,13 +94,14 @@ class _Pushed(Program):
         self.known, self.verify = [y.detach() for y in known], True
         return self.attached(xs)
 
-    def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """Computes the outputs and, by transposing the pullback, the tangents."""
-        size, xs = self._size, list(xs)
-        with torch.enable_grad():
-            outs, _, push = linearize(self._fun, xs[:size])
-            rows = [push(xs[k : k + size]) for k in range(size, len(xs), size)]
-        return [y for row in (outs, *rows) for y in row]
+
+def _by_pulling(fun: Fun, size: int, xs: Sequence[Tensor]) -> Tensors:
+    """Computes the outputs and, by transposing the pullback, the tangents."""
+    xs = list(xs)
+    with torch.enable_grad():
+        outs, _, push = linearize(fun, xs[:size])
+        rows = [push(xs[k : k + size]) for k in range(size, len(xs), size)]
+    return [y for row in (outs, *rows) for y in row]
 
 
 def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:

@@ -32,7 +32,7 @@ import torch
 
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import node_of, nodes_of
+from gradtools.torch.autograd_graph import node_of, nodes_of, unspent
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
@@ -215,7 +215,8 @@ class Program:
 
         Returns None if the outputs depend on another tensor that has a graph.
         """
-        ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
+        read = [*as_read_now(self.held.tensors), *[x for _, x in self.replaced.values()]]
+        ends = {x.grad_fn: x for x in read if x.grad_fn is not None}
         given = {node_of(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
         nodes = nodes_of(ys, ends.keys() | given)
@@ -284,9 +285,9 @@ class Program:
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. f depends on state "
-                    "other than its arguments, random streams and the buffers of modules: an "
-                    "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
-                    "state as an argument, or make it a buffer. If train() or eval() was called, "
+                    "other than its arguments, random streams and the buffers of modules: a loop "
+                    "variable, an iterator, a counter, a cache, a file, draws in another thread. "
+                    "Pass it as an argument, or make it a buffer. If train() or eval() was called, "
                     "or an argument was changed in place, call backward before."
                 )
         self.first.clear()  # copies of this program share the list
@@ -353,7 +354,8 @@ class Pull(Program):
         with torch.enable_grad() if plain else torch.inference_mode(False):
             entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
-            ys = self.of.again(inner)
+            with unspent(compress(self.sources, self.wants)):
+                ys = self.of.again(inner)
         outs = [*compress(ys, self.given)]
         ends = [*compress((*self.sources, *inner), self.wants)]
         if True not in [y.requires_grad for y in outs]:
@@ -568,7 +570,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     given = [*compress(xs, moving)] or [torch.zeros(())]
     ys, *_ = torch.func.vjp(fun, *given)
     program.state = program.state.until(program.state.again())
-    inputs = program.inputs(xs, [x for x, _ in found.values()])
+    inputs = [*map(alive, as_read_now(program.inputs(xs, [x for x, _ in found.values()])))]
     if not any(map(is_inexact, inputs)):
         return list(ys)
     plain = [*map(unwrapped, inputs)]

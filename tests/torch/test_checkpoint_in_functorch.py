@@ -73,6 +73,33 @@ def test_a_pullback_of_torch_func_depends_on_the_parameters_after_its_transform(
     torch.testing.assert_close(found, expected)
 
 
+PER_ROW = {
+    "torch.func": lambda f, w: torch.vmap(torch.func.grad(f), (None, 0))(w, X),
+    "gradtools": lambda f, w: gt.vmap(gt.grad(f), (None, 0))(w, X),
+    "per example": lambda f, w: gt.per_example_grad(f)(w, X),
+    "rows of weights": lambda f, w: torch.vmap(torch.func.grad(f), (0, None))(
+        w * X[:3, :, None], X
+    ),
+}
+
+
+@pytest.mark.parametrize("gradients", PER_ROW.values(), ids=PER_ROW)
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 1)])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_recomputations_inside_of_recomputations_differentiate_what_they_capture(
+    gradients, wrap, depth
+):
+    def nested(w, x):
+        f = lambda x: torch.tanh(x @ w)
+        for _ in range(depth):
+            f = wrap(f)
+        return f(x[None]).square().sum()
+
+    w = torch.linspace(-1, 1, 6, dtype=D).reshape(3, 2)
+    expected = gradients(lambda w, x: torch.tanh(x @ w).square().sum(), w)
+    torch.testing.assert_close(gradients(nested, w), expected)
+
+
 INSIDE = {
     "grad": lambda f, x: gt.grad(f)(x),
     "vjp": lambda f, x: gt.vjp(torch.sin, x)[1](x.cos())[0] + x * f(x),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -238,6 +239,20 @@ def test_an_argument_may_be_expanded(tracked, along):
         found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
     for own, plain in zip(*found, strict=True):
         torch.testing.assert_close(own, plain)
+
+
+def test_a_mixed_partial_is_freed_without_the_garbage_collector():
+    y, net = torch.ones(3, dtype=D), nn.Linear(3, 3).to(D)
+    z = torch.linspace(-1, 1, 3, dtype=D)
+    partial = lambda: gt.mixed_partial(lambda y, g: (y * g).square().sum(), net, y, z, z.cos())
+    partial()  # imports modules
+    gc.collect()
+    gc.disable()
+    try:
+        partial()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_directions_of_mixed_partial_see_one_mask():

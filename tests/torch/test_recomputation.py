@@ -174,6 +174,21 @@ def test_nested_in_itself_thirty_deep():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_checkpoint_inside_is_recomputed_when_parameters_are_arguments(hooked, recwarn):
+    """With hooks, and in a Jacobian, the parameters of the outer checkpoint become arguments."""
+    net, x = nn.Linear(3, 3).double(), _numbers(2, 3)
+    runs = []
+    f = gt.checkpoint(gt.checkpoint(lambda x: (runs.append(0), net(x).sin())[1]))
+    if hooked:
+        net.weight.register_hook(lambda g: g)
+        f(x).sum().backward()
+    else:
+        torch.testing.assert_close(gt.jacobian(f)(x), gt.jacobian(lambda x: net(x).sin())(x))
+    assert len(runs) == 3
+    assert not [w for w in recwarn if "not recomputed" in str(w.message)]
+
+
 def test_no_lock_is_held_while_f_runs():
     """f acquires a lock that another thread may hold during its own backward pass."""
     lock, net, x = threading.RLock(), nn.Linear(3, 1).double(), _numbers(4, 3)
@@ -214,6 +229,34 @@ def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
         given = x.clone().requires_grad_()
         found.append(torch.autograd.grad(call(given).sum(), [given, *net.parameters()]))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_third_derivatives_of_a_derivative_inside_of_f(wrap):
+    w, v, x = _numbers(3, 3), _numbers(3, seed=1), _numbers(4, 3, seed=2)
+
+    def third(wrap):
+        def f(w, v):
+            slope = gt.grad(lambda x: (x @ w).sin().sum())
+            return wrap(lambda x: slope(x).square() * v + (x @ w).square())(x).sum()
+
+        return gt.grad(lambda v: gt.grad(f)(w, v).square().sum())(v)
+
+    torch.testing.assert_close(third(wrap), third(lambda f: f))
+
+
+def test_second_derivatives_of_a_mixed_partial_inside_of_f():
+    w, x = _numbers(3, 3), _numbers(4, 3, seed=2)
+
+    def second(wrap):
+        def f(w):
+            G = lambda z: (z @ w).sin()
+            mixed = lambda x: gt.mixed_partial(lambda y, g: (y * g).square().sum(), G, x, x, x)
+            return wrap(lambda x: mixed(x).sum() + (x @ w).sum())(x)
+
+        return gt.grad(lambda w: gt.grad(f)(w).square().sum())(w)
+
+    torch.testing.assert_close(second(gt.checkpoint), second(lambda f: f))
 
 
 def test_f_is_computed_again_to_its_end():

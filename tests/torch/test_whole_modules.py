@@ -252,6 +252,21 @@ def test_a_loss_made_of_a_derivative_at_a_module_trains_it(operator):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("operator", AT_A_MODULE.values(), ids=AT_A_MODULE)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_may_be_frozen_or_trained_before_a_derivative_is_used(operator, frozen):
+    net, twin = mlp(), mlp()
+    for one in (net, twin):
+        one[0].weight.requires_grad_(not frozen)
+    total = size(operator(net, AtItself(net)))
+    net[0].weight.requires_grad_(frozen)
+    total.backward()
+    assert net[0].weight.requires_grad is frozen and net[0].weight.grad is None
+    size(operator(twin, AtItself(twin))).backward()
+    for p, q in zip(list(net.parameters())[1:], list(twin.parameters())[1:], strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+
+
 def test_a_third_derivative_goes_through_a_gradient_at_a_module():
     net = mlp()
     params = list(net.parameters())

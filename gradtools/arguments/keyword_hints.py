@@ -46,7 +46,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "batch_size": "write chunk_size=",
     "chunks": "write chunk_size=, the number of examples in a chunk",
     "group": {"microbatched_value_and_grad": _RANKS},
-    "axis_name": {"microbatched_value_and_grad": _RANKS},
+    "axis_name": {"microbatched_value_and_grad": _RANKS, "vmap": "call jax.vmap(f, axis_name=...)"},
     "verify": "omit the keyword; this operator recomputes nothing",
     "solver": {"implicit_solution": "write linear_solve="},
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",

@@ -79,17 +79,20 @@ class _TracedOnce:
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
         self.program, self.consts = traced(fun, *xs)
-        self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, or an empty list if one of the arrays is a
         # tracer. The captured arrays are the last inputs of the program, so compiled code stores
         # them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
+        self.count = len(self.program.jaxpr.invars)
+        avals = [*[v.aval for v in self.program.jaxpr.invars], *map(jax.typeof, self.captured)]
+        self.avals = [aval.update(weak_type=False) for aval in avals]
 
     def __call__(self, *xs: Array) -> list[Array]:
-        xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.consts)
-        if [jax.typeof(x).update(weak_type=False) for x in xs] != self.avals:
+        known = self.avals[: len(xs)]
+        xs, avals, consts = xs[: self.count], [*map(jax.typeof, xs)], xs[self.count :]
+        if [aval.update(weak_type=False) for aval in avals] != known:
             return self.fun(*xs)
-        return self.program(consts, *xs)
+        return self.program(consts or tuple(self.consts), *xs)
 
 
 def _is_plain(x: Any) -> bool:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax.scipy.sparse import linalg
 
 from gradtools.backend import Array
+from gradtools.errors import noted
 from gradtools.jax.shardings import varies, varying
+
+_VARYING = (
+    "implicit_solution: jax.scipy's gmres does not support shard_map with check_vma=True. Pass "
+    "linear_solve='dense' or a function (matvec, b) -> x, or 'cg' for a symmetric dF/dz."
+)
 
 
 def cg(matvec: Callable[[Array], Array], b: Array) -> Array:
@@ -17,7 +24,8 @@ def cg(matvec: Callable[[Array], Array], b: Array) -> Array:
 
 def gmres(matvec: Callable[[Array], Array], b: Array) -> Array:
     options = {"tol": _tolerance(b), "restart": min(30, b.size), "maxiter": 30}
-    return linalg.gmres(matvec, b, solve_method="incremental", **options)[0]
+    solve = partial(noted, _VARYING, linalg.gmres) if varies(b) else linalg.gmres
+    return solve(matvec, b, solve_method="incremental", **options)[0]
 
 
 def dense(matvec: Callable[[Array], Array], b: Array) -> Array:

@@ -19,9 +19,10 @@ from jax.interpreters import ad, batching, mlir
 
 from gradtools.arguments.marks import Mark, MarkedValues, not_retained
 from gradtools.backend import Array, Evaluation
-from gradtools.jax import engines, jaxprs
+from gradtools.jax import engines, jaxprs, shardings
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.compiled_once import run_compiled
+from gradtools.jax.trees import zeros_of
 
 mark_p = Primitive("gradtools_mark")
 mark_p.multiple_results = True
@@ -51,7 +52,7 @@ def retaining(call: Any) -> tuple[Evaluation, list[Mark], list[Array]]:
     call.tape = MarkedValues()
     program, consts = jaxprs.traced(call, *call.leaves)
     found = _marks(program.jaxpr)
-    likes = [jnp.zeros(a.shape, a.dtype) for _, avals in found for a in avals]
+    likes = [zeros_of(a) for _, avals in found for a in avals]
 
     def fun(*xs: Array) -> Any:
         count = len(call.leaves)
@@ -74,7 +75,7 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
     name = eqn.primitive.name
     found = [found for program in jaxprs.programs_of(eqn) for found in _marks(program.jaxpr)]
     if found and name == "scan":
-        longer = lambda a: jax.ShapeDtypeStruct((eqn.params["length"], *a.shape), a.dtype)
+        longer = lambda a: shardings.stacked(a, eqn.params["length"])
         return [(replace(m, loops=m.loops + 1), [*map(longer, avals)]) for m, avals in found]
     if found and name not in ("cond", *jaxprs.CALLS, *jaxprs.RULED):
         raise not_retained(found[0][0].name, name)

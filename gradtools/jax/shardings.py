@@ -114,6 +114,11 @@ def with_leading(aval: Any, size: int, like: Any) -> Any:
     return _resized(aval, (size, *aval.shape), spec, aval if entry is None else like)
 
 
+def stacked(aval: Any, count: int) -> Any:
+    """Adds an axis 0 to the aval, which is not sharded."""
+    return _resized(aval, (count, *aval.shape), (None, *entries(aval)), aval)
+
+
 def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
     """Returns the aval with the given shape and sharding, over the mesh of `on`."""
     if not any((*spec, *entries(aval))):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError, GradtoolsWarning
@@ -71,6 +73,23 @@ def test_what_it_closes_over_may_be_of_a_trace_that_has_ended():
 
     both = total(lambda G: gt.frozen(G)), total(lambda G: G)
     same(*jax.jit(lambda y: [one(y) for one in both])(Y))
+
+
+def test_it_closes_over_an_array_that_all_devices_of_a_shard_map_share():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def penalty(G, y, z):
+        return jax.lax.psum((by_z(G)(y, z) ** 2).sum(), "d")
+
+    def total(G):
+        specs = P(), P("d")
+        run = jax.shard_map(partial(penalty, G), mesh=mesh, in_specs=specs, out_specs=P())
+        found = jax.value_and_grad(run)(Y, ZS[0])
+        same(jax.jit(gt.value_and_grad(run))(Y, ZS[0]), found)  # traces the data flow of the rules
+        return found
+
+    G = lambda z: jnp.sin(jnp.tanh(z @ A))
+    same(total(gt.frozen(G)), total(G))
 
 
 def test_a_closed_over_parameter_that_is_differentiated_raises():

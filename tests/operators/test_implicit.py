@@ -442,3 +442,22 @@ def test_a_linear_solver_may_return_a_numpy_array_or_a_scalar(gt):
     scalar = lambda matvec, b: (b / matvec(b / b))[0]
     root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, scalar)
     agree(gt, gt.grad(root)(a[0]), gt.asarray(0.25))
+
+
+@pytest.mark.parametrize("solver", ["gmres", "cg", "dense"])
+def test_a_solver_that_jax_does_not_run_in_shard_map_names_the_others(backend_name, gt, solver):
+    if backend_name != "jax":
+        return
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, solver)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(root, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    a, gradient = gt.asarray(np.array([4.0, 9.0])), gt.grad(lambda a: sharded(a).sum())
+    if solver != "gmres":
+        agree(gt, gradient(a), gt.asarray(np.array([1 / 4, 1 / 6])))
+        return
+    with pytest.raises(TypeError) as raised:
+        gradient(a)
+    assert "jax.scipy's gmres does not support shard_map" in raised.value.__notes__[0]

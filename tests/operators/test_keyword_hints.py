@@ -17,6 +17,7 @@ HINTS = {
     ("grad", "allow_unused", True): 'disconnected_inputs="zeros"',
     ("checkpoint", "policy", None): "jax.checkpoint(f, policy=...)",
     ("vmap", "in_dims", 0): "in_axes=",
+    ("vmap", "axis_name", "i"): "jax.vmap(f, axis_name=...)",
     ("chunked", "batch_size", 2): "chunk_size=",
     ("host_function", "result_shape_dtypes", None): "out=ArraySpec",
 }

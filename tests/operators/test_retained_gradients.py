@@ -323,3 +323,27 @@ def test_compiled_code_with_marks(backend_name, gt, wx):
     retained = lambda w, x: gt.retained_gradients(steps(gt))(w, x)[2]["h"]
     whole = torch.compile(retained, backend="aot_eager")
     agree(gt, whole(w, x), added(gt, w, x))
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_retained_gradient_is_not_summed_over_the_devices_of_a_shard_map(
+    backend_name, gt, wx, is_scanned
+):
+    if backend_name != "jax":
+        return
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def f(w, x):
+        body = lambda x, _: (layer(gt, w, x), None)
+        x = jax.lax.scan(body, x, None, STEPS)[0] if is_scanned else layer(gt, w, x)
+        return (x**2).sum()
+
+    def of_device(w, x):
+        w = jax.lax.pcast(w, "d", to="varying")
+        return gt.retained_gradients(f)(w, x)[2]["h"][None]
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    assert "psum" not in str(jax.make_jaxpr(sharded)(*wx))
+    agree(gt, sharded(*wx)[0], gt.retained_gradients(f)(*wx)[2]["h"])

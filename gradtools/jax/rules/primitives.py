@@ -173,8 +173,16 @@ def _define(
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     primitive.gradtools_program = program
     if flow is not None:
-        has_flow = lambda eqn: flow_of(eqn.params["rule"]) is not None
-        primitive.gradtools_flow = lambda eqn: program(eqn, flow) if has_flow(eqn) else None
+
+        def flow_program(eqn: Any) -> Any:
+            if flow_of(eqn.params["rule"]) is None:
+                return None
+            # The flow is traced outside of a shard_map, where no operation returns varying types.
+            avals = [v.aval for v in eqn.invars]
+            avals = [jax.core.ShapedArray(a.shape, a.dtype) if varies(a) else a for a in avals]
+            return jaxpr_of(flow, tuple(avals), eqn.params)
+
+        primitive.gradtools_flow = flow_program
     return primitive
 
 

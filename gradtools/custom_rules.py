@@ -234,6 +234,13 @@ class CustomRule:
             taken = list(inspect.signature(fwd).parameters)
         except (TypeError, ValueError):
             return
+        if taken[:1] == ["ctx"] and len(taken) > max(1, len(names)) and "ctx" not in names:
+            raise GradtoolsError(
+                f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}), but there is no ctx as "
+                f"in torch.autograd.Function. fwd takes the arguments of f alone, fwd("
+                f"{', '.join(names) or ', '.join(taken[1:])}), and returns (output, residuals); "
+                "bwd(residuals, cotangent) receives these residuals."
+            )
         if taken == names != expected:
             raise GradtoolsError(
                 f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}) in the order of "

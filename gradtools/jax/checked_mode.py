@@ -128,7 +128,7 @@ class HeldProgram(CheckedProgram):
     def run(self, *xs: Any) -> list[Any]:
         if self.closed is None:
             return list(self.fun(*xs)[0])
-        given = [*self.closed.consts, *map(_Value, xs)]
+        given = [*map(jnp.asarray, self.closed.consts), *map(_Value, xs)]
         return [_value(y) for y in jaxprs.interpreted(self.closed.jaxpr, given, self._step)]
 
     def hold(self, x: Any) -> Any:
@@ -150,7 +150,8 @@ class HeldProgram(CheckedProgram):
             return args[: len(e.outvars)]  # an edit may have further arguments
         if e.primitive.name in jaxprs.CALLS:
             (program,) = jaxprs.programs_of(e)
-            return jaxprs.interpreted(program.jaxpr, [*program.consts, *args], self._step)
+            consts = map(jnp.asarray, program.consts)  # NumPy arrays cannot be indexed by tracers
+            return jaxprs.interpreted(program.jaxpr, [*consts, *args], self._step)
         differentiable, stopped = (
             any(map(is_kind, args)) for is_kind in (_is_differentiable, _is_stopped)
         )

@@ -304,8 +304,9 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         fix = "Leave the entry out of grads, or set it to None."
         refuse(caller, came, "a floating or complex tensor", fix)
     if not p.requires_grad:
-        fix = "Call requires_grad_() on the module's own parameter (make_functional returns "
-        fix += "detached aliases), or leave its name out of grads."
+        fix = "If it is a detached copy, as from make_functional or torch.func, pass the module or "
+        fix += "its parameters, and build the optimizer from module.parameters(); if it is a "
+        fix += "frozen parameter, call requires_grad_() on it or leave its name out of grads."
         came = f"target{path} has requires_grad=False"
         refuse(caller, came, "a tensor that requires grad", fix)
     dtype = _expected_dtype(p, g)

@@ -394,3 +394,14 @@ def test_another_copy_of_the_model_is_named():
     assert not gt.why_zero(lambda: (net(X[0]) + other(X[0])).sum(), model=other)
     report = gt.why_zero(lambda: net(X[0]).sum(), model=eqx.nn.Linear(5, 4, key=jax.random.key(0)))
     assert {(f.kind, f.operation) for f in report} == {("unread", "argument")}
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_model_that_a_jitted_function_captures_is_found(is_stopped):
+    stop = jax.lax.stop_gradient if is_stopped else lambda y: y
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    inner = jax.jit(lambda x: stop(x @ params["w"]))
+    forward = jax.jit(lambda x: inner(x) + params["b"])
+    report = gt.why_zero(lambda: (forward(X) ** 2).sum(), model=params)
+    assert kinds_by_leaf(report) == ({"w": "detached"} if is_stopped else {})
+    assert all(f.source.text.startswith("inner =") for f in report)

@@ -550,7 +550,8 @@ BAD_TARGETS = {
     ),
     "frozen": (
         lambda torch: torch.ones(2),
-        r"target\['w'\] has requires_grad=False; expected a tensor that requires grad",
+        r"target\['w'\] has requires_grad=False; expected a tensor that requires grad. If it is a "
+        r"detached copy, .*pass the module or its parameters, .* from module.parameters\(\)",
     ),
     "device": (
         lambda torch: torch.ones(2, device="meta", requires_grad=True),

@@ -99,6 +99,27 @@ def test_a_fwd_in_the_order_of_f_is_refused_where_static_arguments_lead(gt):
     power.defvjp(lambda k, z: (z**k, z), bwd)  # the parameters of fwd may have other names
 
 
+def _square_with_a_ctx(ctx, x):
+    ctx.save_for_backward(x)
+    return x**2
+
+
+def _sum_with_a_ctx(ctx, x, y=2.0):
+    return x + y
+
+
+@pytest.mark.parametrize(
+    ("f", "fwd"),
+    [(lambda x: x**2, _square_with_a_ctx), (lambda x, y=2.0: x + y, _sum_with_a_ctx)],
+)
+def test_a_fwd_with_the_ctx_of_an_autograd_function_is_refused(f, fwd, gt):
+    words = r"there is no ctx .* the arguments of f alone, fwd\(x.*\), and returns \(output, resid"
+    with pytest.raises(GradtoolsError, match=words):
+        gt.custom_rule(f).defvjp(fwd, lambda ctx, g: g)
+    with pytest.raises(GradtoolsError, match=words):
+        gt.host_function(np.square).defvjp(_square_with_a_ctx, lambda ctx, g: g)
+
+
 def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
     seen = []
 

@@ -343,6 +343,14 @@ def _compiled_edits_and_stops(gt, jax, x):
     gt.grad(lambda x: jax.jit(jax.nn.softmax)(x).max())(x)
 
 
+def _differential_equation(gt, jax, x):
+    from jax.experimental.ode import odeint  # its bwd indexes the time points, which are constants
+
+    times = jax.numpy.array([0.0, 0.5, 1.0])
+    solve = lambda x: odeint(lambda y, t: -y * x.mean(), x.sum(0), times)[-1]
+    gt.grad(lambda x: (solve(x) ** 2).sum())(x)
+
+
 def _jax_grad_through_parts(gt, jax, x):
     tanh, sin = jax.numpy.tanh, jax.numpy.sin
     f = lambda x: gt.chunked(tanh, 2)(x) + gt.checkpoint(tanh)(x) + gt.frozen(sin)(x)
@@ -364,14 +372,14 @@ OWN = {
     ),
     "jax": (
         *(_scan, _stop_in_a_scan, _linear_solvers, _a_rule_of_a_stopped_value),
-        *(_compiled_edits_and_stops, _jax_grad_through_parts),
+        *(_compiled_edits_and_stops, _differential_equation, _jax_grad_through_parts),
     ),
 }
 
 
 AGREEING = (
     *(_functions_of_a_stopped_value, _equilibrium_by_a_hook),
-    *(_linear_solvers, _a_rule_of_a_stopped_value),
+    *(_linear_solvers, _a_rule_of_a_stopped_value, _differential_equation),
 )
 
 

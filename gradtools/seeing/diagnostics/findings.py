@@ -60,7 +60,7 @@ KINDS: dict[str, FindingKind] = {
         "checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "f computes a gradient without a graph, so this gradient cannot be differentiated",
+        "the loss computes this gradient without a graph, so it cannot be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; if the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),

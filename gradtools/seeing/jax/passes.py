@@ -71,7 +71,7 @@ def differentiated(
 
     def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):
-            return _with_its_line(eqn, xs)
+            return with_its_line(eqn, xs)
 
     def backward(given: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
         """Returns the gradients and the outputs of the forward pass."""
@@ -105,7 +105,7 @@ def step_of(eqn: Any) -> int | None:
     return next((int(name.removeprefix(_STEP)) for name in derived), None)
 
 
-def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+def with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
     """Evaluates an equation with operands `xs`; `eval_jaxpr` preserves the source line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}

@@ -21,12 +21,14 @@ import numpy as np
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import held_in
+from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.training import HeldArray, Optimised
+from gradtools.seeing.jax.passes import with_its_line
 from gradtools.seeing.jax.tracing import trace
 
 
@@ -53,9 +55,22 @@ def lifted(
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
     def at(xs: list[Any]) -> list[Any]:
+        def swapped(consts: Sequence[Any]) -> list[Any]:
+            return [xs[places[id(c)]] if id(c) in places else c for c in consts]
+
+        def step(_: int, eqn: Any, operands: list[Any]) -> list[Any]:
+            if eqn.primitive.name not in jaxprs.CALLS:
+                return with_its_line(eqn, operands)
+            (program,) = jaxprs.programs_of(eqn)
+            consts = swapped(program.consts)
+            return jaxprs.interpreted(program.jaxpr, [*consts, *operands], step)
+
         closed = trace(outputs, []).closed
-        consts = [xs[places[id(c)]] if id(c) in places else c for c in closed.consts]
-        return jax.core.eval_jaxpr(closed.jaxpr, consts)
+        calls = (eqn for eqn in jaxprs.equations(closed) if eqn.primitive.name in jaxprs.CALLS)
+        inner = [c for eqn in calls for program in jaxprs.programs_of(eqn) for c in program.consts]
+        if any(id(c) in places for c in inner):  # a jitted function captures the arrays
+            return jaxprs.interpreted(closed.jaxpr, swapped(closed.consts), step)
+        return jax.core.eval_jaxpr(closed.jaxpr, swapped(closed.consts))
 
     return at
 

@@ -32,7 +32,7 @@ import torch
 
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import node_of, nodes_of, unspent
+from gradtools.torch.autograd_graph import is_spent, node_of, nodes_of, unspent
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
@@ -228,7 +228,8 @@ class Program:
             if node in given:
                 continue
             if type(node) is upstream.AccumulateGrad:
-                found[id(node.variable)] = node.variable
+                if not is_spent(node.variable):  # an alias of a derivative that f computed
+                    found[id(node.variable)] = node.variable
             elif node in ends:
                 found[id(ends[node])] = ends[node]
             elif upstream.sequence_of(node) < began:

@@ -259,6 +259,19 @@ def test_second_derivatives_of_a_mixed_partial_inside_of_f():
     torch.testing.assert_close(second(gt.checkpoint), second(lambda f: f))
 
 
+def test_a_derivative_of_a_solution_whose_equation_closes_over_the_argument():
+    w, v = _numbers(3).square() + 1, _numbers(3, seed=1)
+
+    def slope(v):
+        def total(w):
+            root = gt.implicit_solution(lambda z, v: z * w - v, lambda v: v / w.detach(), "dense")
+            return root(v).square().sum()
+
+        return gt.grad(total)(w).square().sum()
+
+    torch.testing.assert_close(gt.grad(gt.checkpoint(slope))(v), gt.grad(slope)(v))
+
+
 def test_f_is_computed_again_to_its_end():
     """PyTorch saves rrelu's noise before drawing it, so f must run to its end (torch#193671)."""
     found = []

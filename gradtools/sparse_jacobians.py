@@ -76,7 +76,8 @@ def sparse_jacobian(
     signs = np.random.default_rng(20).choice(np.array([-1.5, -1, 1, 1.5], np.float32), colours.size)
     units = np.concatenate([units, signs[None]])
     array = backend.asarray(units.reshape((count + 1, *like.shape)), like)
-    seeds = backend.xp.astype(array, like.dtype)
+    # The zeros have the type of `like`, which may vary over the devices of a JAX shard_map.
+    seeds = backend.xp.astype(array, like.dtype) + backend.zeros_like(like)
     products = backend.map_batches(product, [seeds], chunk_size, one_draw=not by_rows)
     if y is None:
         y = _only(call, [p[0] for p in products], "the output")

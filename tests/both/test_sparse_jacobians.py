@@ -216,3 +216,19 @@ def test_an_infinite_entry_hides_no_other(gt):
     f = lambda x: joined(gt, gt.xp.sqrt(x[:1]), (x[0] + x[1]).reshape((1,)), x[2:3])
     with pytest.raises(GradtoolsError, match="sparsity omits nonzero entries"):
         gt.jacobian(f, sparsity=np.eye(3))(gt.asarray(np.array([0.0, 1.0, 2.0])))
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_a_sparse_jacobian_of_an_array_that_varies_in_a_shard_map(backend_name, gt, mode):
+    if backend_name != "jax":
+        return
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def of_device(x):
+        return gt.jacobian(lambda x: x**3, mode=mode, sparsity=np.eye(3) > 0)(x).todense()
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(of_device, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    x = np.array([1.0, 2.0, 3.0])
+    np.testing.assert_allclose(sharded(gt.asarray(x)), np.diag(3 * x**2), rtol=1e-12)

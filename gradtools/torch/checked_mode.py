@@ -189,6 +189,8 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if here.own or func in _BACKWARD:  # func computes a derivative, or gradtools calls func
             of_user = not here.own and torch.is_grad_enabled()
+            if of_user and self.count is not None and len(args) < 4:
+                kwargs["retain_graph"] = True  # `seen` contains values of this graph
             with set_here(own=True):
                 y = func(*args, **kwargs)
             if of_user and func is torch.autograd.grad and not any(map(_is_moving, _tensors(y))):

@@ -188,8 +188,14 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if here.own or func in _BACKWARD:  # func computes a derivative, or gradtools calls func
+            of_user = not here.own and torch.is_grad_enabled()
+            if of_user and self.count is not None and len(args) < 4:
+                kwargs["retain_graph"] = True  # `seen` contains values of this graph
             with set_here(own=True):
-                return func(*args, **kwargs)
+                y = func(*args, **kwargs)
+            if of_user and func is torch.autograd.grad and not any(map(_is_moving, _tensors(y))):
+                self._lose("torch.autograd.grad without create_graph=True")
+            return y
         if func is upstream.set_grad_enabled:
             if self.function or not (self.off or torch.is_grad_enabled()):
                 self.function = args[0]  # f calls an autograd.Function
@@ -229,20 +235,24 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
                     text = f"a stopped value leaves PyTorch via {at}; it is treated as a constant"
                     self.notes.append(text)
         if torch.is_grad_enabled() and not self.function:
-            if name in _LEAVING:
-                name = f"the value that leaves PyTorch via {name.strip('_')}()"
-                super().see(name, innermost(lines_above(1)), [torch.tensor(y)])
+            if name in _LEAVING and any(map(_is_moving, given)):
+                self._lose(f"the value that leaves PyTorch via {name.strip('_')}()")
             else:
                 name = (resolve_name(func) or name).removeprefix("torch.")
                 self.see(name, innermost(lines_above(1)), outs)
         return y
+
+    def _lose(self, name: str) -> None:
+        """Records the current operation in `lost`."""
+        if self.count is not None:
+            self.lost.setdefault(f"{name} ({innermost(lines_above(2))})", len(self.seen))
 
     def see(self, name: str, line: Any, ys: Sequence[Any]) -> None:
         if self.count is None:
             return
         ys = [y for y in ys if isinstance(y, Tensor) and id(y) not in self.known]
         self.known |= {id(y): y for y in ys}
-        ys = [y for y in ys if (y.requires_grad or is_dual(y)) and not upstream.is_wrapped(y)]
+        ys = [y for y in ys if _is_moving(y) and not upstream.is_wrapped(y)]
         with set_here(own=True):
             super().see(name, line, [y.clone() for y in ys])
 
@@ -260,6 +270,11 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             elif cls is not None and not cls.__module__.startswith("gradtools."):
                 text = f"the autograd.Function {cls.__name__} ({definition_of(cls.forward)})"
             self.see(text, line, [t])
+
+
+def _is_moving(x: Tensor) -> bool:
+    """Returns whether autograd differentiates x."""
+    return x.requires_grad or is_dual(x)
 
 
 def _with_hooks(x: Tensor, hooks: Any) -> Tensor:

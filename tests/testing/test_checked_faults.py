@@ -216,6 +216,9 @@ TORCH = {  # the keys are parts of the error messages
         lambda x: (x * 2).sum() * float((x**3).mean())
     ),
     "via item()": lambda torch: lambda x: (x * 2).sum() * (x**3).mean().item(),
+    "torch.autograd.grad without create_graph=True (test_checked_faults.py:": lambda torch: (
+        lambda x: x.sum() + torch.autograd.grad((x**3).sum(), x)[0].sum()
+    ),
     "via tolist()": lambda torch: lambda x: (x * torch.tensor(x.tolist(), dtype=x.dtype)).sum(),
 }
 
@@ -235,6 +238,34 @@ def test_parameters_of_a_module_are_named(torch_and_gt):
     _check(run, "grad", "argument 0['weight'], argument 0['bias']", "Function Sine")
     run = lambda: gt.chunked(lambda x: sine(net(x)), 2)(x).sum().backward()
     _check(run, "chunked", "leaf 0, leaf 1", "Function Sine")
+
+
+def test_a_function_is_named_beside_logged_values(torch_and_gt):
+    torch, gt = torch_and_gt
+    x, log = torch.from_numpy(X), []
+    sine = native("torch", torch.sin, lambda g, x: (1.01 * g * x.cos(),), "Sine")
+
+    def loss(x):
+        log.append(x.norm().item())
+        (slope,) = torch.autograd.grad((x**3).sum(), x)
+        log.append(slope.norm())
+        return sine(x).sum()
+
+    _check(
+        lambda: gt.grad(loss)(x), "grad", "argument 0", "derivative of the autograd.Function Sine"
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_function_in_a_network_of_float32_is_named(seed, torch_and_gt):
+    torch, gt = torch_and_gt
+    torch.manual_seed(seed)
+    x = torch.randn(8, 6)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    rule = lambda g, x: (0.5 * g * (1 - x.tanh() ** 2),)
+    part = native("torch", torch.tanh, rule, "Part")
+    run = lambda: gt.grad(lambda x: part(net(x)).square().mean())(x)
+    _check(run, "grad", "argument 0", "derivative of the autograd.Function Part")
 
 
 def test_a_hook_of_a_parameter_is_named(torch_and_gt):

@@ -182,8 +182,8 @@ def report(runs: list[Run]) -> Iterator[str]:
         "is created once. In JAX, `mixed_partial`, `straight_through`, a jvp rule and a second "
         "derivative of `frozen` leave one object per call: a dead weak reference in JAX's caches, "
         "which JAX clears from time to time. Hand-written gradients leave the same reference "
-        "(tests/house/test_leaks.py measures both). One use of each public name is called 20,000 "
-        "times. Some rows in JAX use x * x (--square) instead of sin(x) + x * x."
+        "(tests/house/test_leaks.py measures both). Some rows in JAX use x * x (--square) instead "
+        "of sin(x) + x * x."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]

@@ -236,8 +236,8 @@ class CustomRule:
             return
         if taken[:1] == ["ctx"] and len(taken) > max(1, len(names)) and "ctx" not in names:
             raise GradtoolsError(
-                f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}), but there is no ctx as "
-                f"in torch.autograd.Function. fwd takes the arguments of f alone, fwd("
+                f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}), but is called without a "
+                f"ctx, unlike torch.autograd.Function. fwd takes only the arguments of f, fwd("
                 f"{', '.join(names) or ', '.join(taken[1:])}), and returns (output, residuals); "
                 "bwd(residuals, cotangent) receives these residuals."
             )

@@ -238,7 +238,8 @@ class CheckedProgram:
 
         An operation of the framework has a wrong derivative only if it reads a value that has left
         the framework. Many such values are only logged, so the bisection excludes these values.
-        In the sum over many values, a small error can be lost; the last values are compared alone.
+        In the sum over many values, a small error can vanish, so the last values are also compared
+        one by one.
         """
 
         def differs(k: int, skip: int = 0) -> bool:  # a wrong derivative may be inconclusive
